@@ -1,0 +1,52 @@
+"""One wording for one mistake: *where: what (value) must ... what (value); way out*.
+
+No torch here. Every function returns the checked value or raises ``ValueError`` (``TypeError`` for
+a wrong type), so that a constructor reads as a list of promises.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["divisors", "fail", "nearest", "require", "require_divisible", "require_positive"]
+
+
+def fail(where: str, problem: str, way_out: str = "") -> ValueError:
+    """Build the error ``where: problem; way_out`` (to be raised by the caller)."""
+    return ValueError(f"{where}: {problem}; {way_out}" if way_out else f"{where}: {problem}")
+
+
+def require(condition: bool, where: str, problem: str, way_out: str = "") -> None:
+    """Raise ``ValueError`` with the house's wording unless ``condition`` holds."""
+    if not condition:
+        raise fail(where, problem, way_out)
+
+
+def require_positive(where: str, name: str, value: object, way_out: str = "") -> int:
+    """Return ``value`` if it is an ``int`` of at least 1; ``bool`` is not an integer here."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise fail(where, f"{name} ({value!r}) must be an integer of at least 1", way_out)
+    if value < 1:
+        raise fail(where, f"{name} ({value}) must be at least 1", way_out)
+    return value
+
+
+def require_divisible(
+    where: str, name: str, value: int, by_name: str, by: int, way_out: str = ""
+) -> int:
+    """Return ``value // by``, or say which of the two does not divide."""
+    if value % by:
+        raise fail(where, f"{name} ({value}) must be divisible by {by_name} ({by})", way_out)
+    return value // by
+
+
+def divisors(value: int) -> list[int]:
+    """Return the divisors of ``value`` in ascending order."""
+    return [d for d in range(1, value + 1) if value % d == 0]
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name closest to ``name``, or None if nothing is close."""
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return found[0] if found else None
