@@ -1,0 +1,167 @@
+"""Predict what a plan sends: kind, count and bytes of every collective, forward and backward.
+
+Read `Plan.describe` for the way in. Bytes are those that leave one rank; its own share is not
+counted. A group of one rank sends nothing and has no row. Nothing here knows a mode: the numbers
+are read from the head table and the two group sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from hp_mesh.window import mirror_rank
+
+if TYPE_CHECKING:
+    from hp_cp.plan import HeadTable, Mode, Plan
+
+__all__ = ["Collective", "Description", "describe"]
+
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One row of a description.
+
+    Attributes:
+        phase: ``"forward"`` or ``"backward"``.
+        kind: ``"all_to_all"``, ``"all_gather"``, ``"reduce_scatter"`` or ``"p2p"``.
+        axis: The group it runs on: ``"ulysses"``, ``"colossal"`` or ``"cp"`` (tail swaps).
+        count: How many calls carry these tensors.
+        what: The tensors, comma separated.
+        bytes_sent: Bytes that leave this rank in all of these calls.
+    """
+
+    phase: Phase
+    kind: str
+    axis: str
+    count: int
+    what: str
+    bytes_sent: int
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What one forward and backward of one attention layer sends on one rank.
+
+    Attributes:
+        mode: The plan's mode.
+        groups: For each axis, the CP ranks of this rank's group, in order.
+        collectives: Rows in the order they are started.
+        peak_extra_bytes: Upper bound of what the exchanges hold at one moment beside the layer's
+            own inputs: send and receive buffers, the gathered K and V and one relayout of them.
+        resident_kv_bytes: K and V as attention sees them, before any `HeadTable.kv_expand`.
+    """
+
+    mode: Mode
+    groups: Mapping[str, tuple[int, ...]]
+    collectives: tuple[Collective, ...]
+    peak_extra_bytes: int
+    resident_kv_bytes: int
+
+    def count(self, kind: str | None = None, phase: Phase | None = None) -> int:
+        """Return the number of calls of ``kind`` in ``phase`` (None takes all)."""
+        return sum(row.count for row in self._select(kind, phase))
+
+    def bytes(self, kind: str | None = None, phase: Phase | None = None) -> int:
+        """Return the bytes sent by ``kind`` in ``phase`` (None takes all)."""
+        return sum(row.bytes_sent for row in self._select(kind, phase))
+
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """Return ``{kind: (calls, bytes sent)}`` over forward and backward, sorted by kind."""
+        kinds = sorted({row.kind for row in self.collectives})
+        return {kind: (self.count(kind), self.bytes(kind)) for kind in kinds}
+
+    def _select(self, kind: str | None, phase: Phase | None) -> list[Collective]:
+        return [
+            row
+            for row in self.collectives
+            if kind in (None, row.kind) and phase in (None, row.phase)
+        ]
+
+
+def describe(
+    plan: Plan,
+    heads: HeadTable,
+    *,
+    num_heads: int,
+    local_length: int,
+    head_size: int,
+    v_head_size: int,
+    batch: int,
+    element_size: int,
+    rank: int,
+    overlap: bool,
+) -> Description:
+    """Return the description of ``plan`` for one rank; sizes as in `Plan.describe`."""
+    u, c = plan.ulysses_degree, plan.colossal_degree
+    co, ds = plan.coordinates(rank)
+    token = batch * local_length * element_size  # one feature of this rank's tokens
+    local_heads = num_heads // u
+    received = len(heads.kv_sent[ds])
+    sent_away = sum(len(kv) for d, kv in enumerate(heads.kv_sent) if d != ds)
+    sizes = {"q": head_size, "k": head_size, "v": v_head_size, "out": v_head_size}
+
+    # sequence -> heads: this rank's tokens of every other rank's heads leave
+    away = {name: token * sent_away * sizes[name] for name in ("k", "v")}
+    away |= {name: token * (num_heads - local_heads) * sizes[name] for name in ("q", "out")}
+    # heads -> sequence: this rank's heads of every other rank's tokens leave
+    back = {name: token * (u - 1) * received * sizes[name] for name in ("k", "v")}
+    back |= {name: token * (u - 1) * local_heads * sizes[name] for name in ("q", "out")}
+    # the Colossal group passes on what this rank holds after the exchange: u * local_length rows
+    passed_on = {name: token * u * received * sizes[name] * (c - 1) for name in ("k", "v")}
+    tail = {name: token // 2 * num_heads * sizes[name] for name in ("q", "out")}
+
+    rows: list[Collective] = []
+
+    def add(phase: Phase, kind: str, axis: str, names: str, volume: Mapping[str, int]) -> None:
+        rows.append(
+            Collective(phase, kind, axis, 1, names, sum(volume[n] for n in names.split(",")))
+        )
+
+    exchanged = ("q", "k", "v") if overlap else ("q,k,v",)
+    swaps = plan.load_balance and mirror_rank(rank, plan.cp_size) != rank
+    if u > 1:
+        for names in exchanged:
+            add("forward", "all_to_all", "ulysses", names, away)
+    if c > 1:
+        add("forward", "all_gather", "colossal", "k", passed_on)
+        add("forward", "all_gather", "colossal", "v", passed_on)
+    if swaps:
+        add("forward", "p2p", "cp", "q", tail)
+        add("forward", "p2p", "cp", "out", tail)
+    if u > 1:
+        add("forward", "all_to_all", "ulysses", "out", back)
+        add("backward", "all_to_all", "ulysses", "out", away)
+    if swaps:
+        add("backward", "p2p", "cp", "out", tail)
+        add("backward", "p2p", "cp", "q", tail)
+    if c > 1:
+        add("backward", "reduce_scatter", "colossal", "k", passed_on)
+        add("backward", "reduce_scatter", "colossal", "v", passed_on)
+    if u > 1:
+        for names in exchanged:
+            add("backward", "all_to_all", "ulysses", names, back)
+
+    feature = token * u * received  # one feature of the KV rows and heads after the exchange
+    resident = feature * c * (head_size + v_head_size)
+    kv_sent = token * sum(map(len, heads.kv_sent)) * (head_size + v_head_size)
+    exchange = 2 * token * num_heads * head_size + kv_sent + feature * (head_size + v_head_size)
+    gather = resident + feature * c * max(head_size, v_head_size)
+    if u > 1:  # the exchanged q, k, v stay while K and V are gathered
+        gather += token * num_heads * head_size + feature * (head_size + v_head_size)
+    if swaps:  # tail halves of q and of the output, sent and received
+        gather += 2 * tail["q"] + 2 * tail["out"]
+    return Description(
+        mode=plan.mode,
+        groups={
+            "ulysses": tuple(co * u + d for d in range(u)),
+            "colossal": tuple(i * u + ds for i in range(c)),
+            "cp": tuple(range(plan.cp_size)),
+        },
+        collectives=tuple(rows),
+        peak_extra_bytes=max(exchange if u > 1 else 0, gather if c > 1 else 0),
+        resident_kv_bytes=resident,
+    )
