@@ -8,7 +8,7 @@ A plan is a table, not a branch. CP rank ``r`` of ``P = c * u`` ranks sits at Co
     P = 4, u = 2      Ulysses groups  {0, 1} {2, 3}     exchange heads for sequence
                       Colossal groups {0, 2} {1, 3}     gather K and V
 
-Ulysses (``u = P``), Colossal (``u = 1``) and Hybrid differ only in the rows and heads of that table.
+Ulysses (``u = P``), Colossal (``u = 1``) and Hybrid differ only in the rows and heads of the table.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class Plan:
 
     @property
     def mode(self) -> Mode:
-        """``"colossal"`` for degree 1 (also on a single rank), ``"ulysses"`` for ``P``, else hybrid."""
+        """``"colossal"`` for degree 1 (also on one rank), ``"ulysses"`` for ``P``, else hybrid."""
         if self.ulysses_degree == 1:
             return "colossal"
         return "ulysses" if self.ulysses_degree == self.cp_size else "hybrid"
 
     @property
     def length_multiple(self) -> int:
-        """The global sequence length must be a multiple of this: ``P``, or ``2 P`` when balanced."""
+        """What must divide the global sequence length: ``P``, or ``2 P`` when balanced."""
         return 2 * self.cp_size if self.load_balance else self.cp_size
 
     def coordinates(self, rank: int) -> tuple[int, int]:
@@ -170,7 +170,7 @@ class Plan:
         require(
             num_kv_heads <= num_heads,
             where,
-            f"num_kv_heads ({num_kv_heads}) of k and v must be at most num_heads ({num_heads}) of q",
+            f"num_kv_heads ({num_kv_heads}) of k, v must be at most num_heads ({num_heads}) of q",
             "check the order of q, k, v (qkv_indices, qkv_kwarg_names)",
         )
         local = num_heads // u
@@ -330,7 +330,7 @@ def resolve_dims(
         require(
             not required or index != ndim - 1,
             where,
-            f"{name} ({dim}) must not be the last dim of a {ndim}-D tensor, which holds the head size",
+            f"{name} ({dim}) must not be the last dim ({ndim}-D tensor), which holds the head size",
             layouts,
         )
         resolved.append(index)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
+from hp_cp.description import Description
 from hp_cp.plan import Plan, check_style_arguments, make_plan, resolve_dims
 
 CP = "ContextParallel"
@@ -24,14 +26,16 @@ CP = "ContextParallel"
         (1, 1, "colossal", 1, 1),
     ],
 )
-def test_degree_selects_the_mode(cp_size, degree, mode, u, c):
-    """The guide's table: None is Ulysses, 1 is Colossal, between is Hybrid; one rank is Colossal."""
+def test_degree_selects_the_mode(
+    cp_size: int, degree: int | None, mode: str, u: int, c: int
+) -> None:
+    """The guide's table: None is Ulysses, 1 Colossal, between Hybrid; one rank is Colossal."""
     plan = make_plan(cp_size, degree)
 
     assert (plan.mode, plan.ulysses_degree, plan.colossal_degree) == (mode, u, c)
 
 
-def test_degree_that_does_not_divide_is_refused_with_the_divisors():
+def test_degree_that_does_not_divide_is_refused_with_the_divisors() -> None:
     """Behaviour 2: the error names both numbers and what would work."""
     with pytest.raises(ValueError) as error:
         make_plan(4, 3)
@@ -42,14 +46,14 @@ def test_degree_that_does_not_divide_is_refused_with_the_divisors():
 
 
 @pytest.mark.parametrize("degree", [0, -2, True, 2.0, "2", 8])
-def test_degree_that_is_no_positive_divisor_is_refused(degree):
-    """Behaviour 2: 0, negatives, bools, other types and degrees beyond cp_size; no ZeroDivisionError."""
+def test_degree_that_is_no_positive_divisor_is_refused(degree: int | None) -> None:
+    """Behaviour 2: 0, negatives, bools, other types and degrees beyond cp_size."""
     with pytest.raises(ValueError, match=r"ulysses_degree \("):
         make_plan(4, degree)
 
 
 @pytest.mark.parametrize("degree", [None, 2, 4])
-def test_load_balance_outside_colossal_is_refused(degree):
+def test_load_balance_outside_colossal_is_refused(degree: int | None) -> None:
     """Behaviour 3: at construction, naming the degree that was given."""
     with pytest.raises(
         ValueError, match=rf"requires ulysses_degree=1, not ulysses_degree \({degree}\)"
@@ -59,7 +63,7 @@ def test_load_balance_outside_colossal_is_refused(degree):
         make_plan(4, degree, True)
 
 
-def test_load_balance_takes_degree_one_and_nothing_but_bools():
+def test_load_balance_takes_degree_one_and_nothing_but_bools() -> None:
     """Behaviour 3: degree 1 is the balanced mode; ``1`` and ``"yes"`` are typing slips."""
     assert make_plan(4, 1, True).load_balance
     with pytest.raises(ValueError, match=r"load_balance \('yes'\) must be True or False"):
@@ -77,7 +81,9 @@ def test_load_balance_takes_degree_one_and_nothing_but_bools():
         (1, 2.0, r"head_dim \(2.0\) must be an integer"),
     ],
 )
-def test_constructor_refuses_dims_that_can_never_be_right(seq_dim, head_dim, text):
+def test_constructor_refuses_dims_that_can_never_be_right(
+    seq_dim: int, head_dim: int, text: str
+) -> None:
     """Behaviour 5: what needs no tensor is refused where it is written."""
     with pytest.raises(ValueError, match=text):
         check_style_arguments(
@@ -85,7 +91,7 @@ def test_constructor_refuses_dims_that_can_never_be_right(seq_dim, head_dim, tex
         )
 
 
-def test_constructor_takes_every_layout_of_the_guide():
+def test_constructor_takes_every_layout_of_the_guide() -> None:
     """BSHD, BNSD, SBHD, TND, negative spellings, and 3-D BSH for Colossal."""
     for seq_dim, head_dim in [(1, 2), (2, 1), (0, 2), (0, 1), (-3, -2), (-2, 1)]:
         check_style_arguments(
@@ -94,22 +100,22 @@ def test_constructor_takes_every_layout_of_the_guide():
     check_style_arguments(CP, ulysses_degree=1, load_balance=True, seq_dim=1, head_dim=-1)
 
 
-def test_dims_are_counted_from_zero_once_the_tensor_is_known():
+def test_dims_are_counted_from_zero_once_the_tensor_is_known() -> None:
     """Negative dims resolve; a coincidence that only the tensor shows is refused."""
     assert resolve_dims(CP, 4, -3, -2) == (1, 2)
     assert resolve_dims(CP, 3, 1, 2, needs_heads=False) == (1, 2)
     for ndim, seq_dim, head_dim, text in [
         (4, 1, -3, "both are dim 1"),
         (4, 4, 1, r"seq_dim \(4\) must be a dim of a 4-D"),
-        (3, 1, 2, r"head_dim \(2\) must not be the last dim of a 3-D"),
+        (3, 1, 2, r"head_dim \(2\) must not be the last dim \(3-D"),
         (4, 3, 1, r"seq_dim \(3\) must not be the last dim"),
     ]:
         with pytest.raises(ValueError, match=text):
             resolve_dims(CP, ndim, seq_dim, head_dim)
 
 
-def test_heads_that_do_not_divide_are_refused_with_every_number():
-    """B04: 28 heads on 8 ranks; the message names heads, KV heads, degree, tensor, dim and way out."""
+def test_heads_that_do_not_divide_are_refused_with_every_number() -> None:
+    """B04: 28 heads on 8 ranks; heads, KV heads, degree, tensor, dim and way out are named."""
     with pytest.raises(ValueError) as error:
         make_plan(8).heads(28, 4, head_dim=2, shape=[1, 32, 28, 8])
 
@@ -126,22 +132,22 @@ def test_heads_that_do_not_divide_are_refused_with_every_number():
         make_plan(4).heads(6, 2, tp_size=2)
 
 
-def test_more_kv_heads_than_query_heads_are_taken_for_swapped_arguments():
+def test_more_kv_heads_than_query_heads_are_taken_for_swapped_arguments() -> None:
     """The mapping h * Hkv // H would leave KV heads unused: q and k were most likely swapped."""
     with pytest.raises(
-        ValueError, match=r"num_kv_heads \(8\) of k and v must be at most .*qkv_indices"
+        ValueError, match=r"num_kv_heads \(8\) of k, v must be at most .*qkv_indices"
     ):
         make_plan(2).heads(4, 8)
 
 
-def test_colossal_takes_any_head_counts():
+def test_colossal_takes_any_head_counts() -> None:
     """B03: degree 1 has no head rule, and every rank keeps all heads."""
     table = make_plan(3, 1).heads(7, 5)
 
     assert (table.query, table.kv_sent, table.kv_expand) == (((0, 7),), ((0, 1, 2, 3, 4),), None)
 
 
-def test_each_ulysses_rank_gets_its_heads_in_order():
+def test_each_ulysses_rank_gets_its_heads_in_order() -> None:
     """Behaviour 10: rank r gets heads [r H/P, (r+1) H/P) and the KV heads that serve them."""
     table = make_plan(4).heads(8, 4)
 
@@ -150,14 +156,14 @@ def test_each_ulysses_rank_gets_its_heads_in_order():
     assert table.kv_expand is None
 
 
-def test_fewer_kv_heads_than_ranks_are_repeated_not_tiled():
+def test_fewer_kv_heads_than_ranks_are_repeated_not_tiled() -> None:
     """Behaviour 11: H=8, Hkv=2 on 4 ranks gives 0, 0, 1, 1; MQA gives head 0 to all."""
     assert make_plan(4).heads(8, 2).kv_sent == ((0,), (0,), (1,), (1,))
     assert make_plan(4).heads(8, 1).kv_sent == ((0,),) * 4
     assert make_plan(4).heads(8, 2).kv_expand is None
 
 
-def test_kv_heads_shared_unevenly_are_expanded_per_query_head():
+def test_kv_heads_shared_unevenly_are_expanded_per_query_head() -> None:
     """B03: H=12, Hkv=6 on 4 ranks; neither divides the other, so each query head gets its own."""
     table = make_plan(4).heads(12, 6)
 
@@ -167,7 +173,7 @@ def test_kv_heads_shared_unevenly_are_expanded_per_query_head():
 
 @pytest.mark.parametrize("u", [2, 3, 4, 6])
 @pytest.mark.parametrize("kv", range(1, 13))
-def test_every_query_head_meets_its_kv_head(u, kv):
+def test_every_query_head_meets_its_kv_head(u: int, kv: int) -> None:
     """For any Hkv: even grouping of what was received, or kv_expand, is h * Hkv // H."""
     H = 12
     table = make_plan(u).heads(H, kv)
@@ -183,7 +189,7 @@ def test_every_query_head_meets_its_kv_head(u, kv):
             assert received[index] == (start + i) * kv // H
 
 
-def test_hybrid_rows_start_at_the_colossal_block():
+def test_hybrid_rows_start_at_the_colossal_block() -> None:
     """Behaviour 18: the query start of rank (c, d) is c * (u * L), not rank * L."""
     plan = make_plan(8, 2)
 
@@ -193,7 +199,7 @@ def test_hybrid_rows_start_at_the_colossal_block():
     assert plan.rows(3, 48)[0].query_length == 12
 
 
-def test_ulysses_sees_every_row_and_colossal_its_own():
+def test_ulysses_sees_every_row_and_colossal_its_own() -> None:
     """Behaviours 9 and 13: Ulysses needs no offset; Colossal rank r starts at r * L."""
     (window,) = make_plan(4).rows(3, 24)
     assert (window.query_start, window.query_length, window.key_length) == (0, 24, 24)
@@ -201,7 +207,7 @@ def test_ulysses_sees_every_row_and_colossal_its_own():
     assert (window.query_start, window.query_length, window.global_length) == (18, 6, 24)
 
 
-def test_balanced_rows_pair_a_head_with_the_mirrors_tail():
+def test_balanced_rows_pair_a_head_with_the_mirrors_tail() -> None:
     """Behaviour 19: with 4 ranks the chunks are {0,7} {2,5} {4,3} {6,1}."""
     plan = make_plan(4, 1, True)
 
@@ -210,8 +216,8 @@ def test_balanced_rows_pair_a_head_with_the_mirrors_tail():
 
 
 @pytest.mark.parametrize(("cp_size", "length"), [(2, 8), (3, 18), (4, 32)])
-def test_balance_equals_the_causal_pairs(cp_size, length):
-    """Behaviour 20: equal pair counts with balance; max / mean = 2 - 1/P without, up to the diagonal."""
+def test_balance_equals_the_causal_pairs(cp_size: int, length: int) -> None:
+    """Behaviour 20: every rank has the same number of visible keys; without balance it has not."""
 
     def pairs(plan: Plan, rank: int) -> int:
         return sum(sum(range(w.query_start + 1, w.query_end + 1)) for w in plan.rows(rank, length))
@@ -223,20 +229,21 @@ def test_balance_equals_the_causal_pairs(cp_size, length):
         assert [pairs(make_plan(2, 1), r) for r in range(2)] == [10, 26]
 
 
-def test_odd_local_length_asks_for_the_next_good_length():
+def test_odd_local_length_asks_for_the_next_good_length() -> None:
     """Behaviour 21: no token is dropped; the helper and the length are named."""
     with pytest.raises(ValueError) as error:
         make_plan(4, 1, True).check_length(5)
 
     assert str(error.value) == (
         "ContextParallel: local sequence length (5) must be even under load_balance=True, that is, "
-        "the global length (20) a multiple of 2 * cp_size (8); pad the sequence to 24 with pad_sequence"
+        "the global length (20) a multiple of 2 * cp_size (8); "
+        "pad the sequence to 24 with pad_sequence"
     )
     make_plan(4, 1, True).check_length(6)
     make_plan(4, 1).check_length(5)
 
 
-def test_global_length_that_does_not_divide_asks_for_the_next_good_length():
+def test_global_length_that_does_not_divide_asks_for_the_next_good_length() -> None:
     """B15: S=10 on 4 ranks; and the balanced plan wants a multiple of 2 * cp_size."""
     with pytest.raises(
         ValueError, match=r"\(10\) must be divisible by cp_size \(4\); pad .* to 12 with pad_seq"
@@ -255,7 +262,9 @@ B, S, D, E = 2, 72, 5, 2
 A = B * S * D * E
 
 
-def volume(P, u, H, kv, *, lb=False, rank=0, **kw):
+def volume(
+    P: int, u: int | None, H: int, kv: int, *, lb: bool = False, rank: int = 0, **kw: Any
+) -> Description:
     """Describe one case of the formula tests."""
     return make_plan(P, u, lb).describe(
         num_heads=H, num_kv_heads=kv, seq_len=S, head_size=D, batch=B, rank=rank, **kw
@@ -263,7 +272,7 @@ def volume(P, u, H, kv, *, lb=False, rank=0, **kw):
 
 
 @pytest.mark.parametrize(("P", "H", "kv"), [(2, 6, 6), (3, 6, 3), (4, 8, 4)])
-def test_ulysses_bytes_match_the_formula(P, H, kv):
+def test_ulysses_bytes_match_the_formula(P: int, H: int, kv: int) -> None:
     """A (2 Hq + 2 Hk) (P-1) / P^2 each way, one all-to-all in and one out per direction."""
     found = volume(P, None, H, kv)
 
@@ -274,8 +283,8 @@ def test_ulysses_bytes_match_the_formula(P, H, kv):
 
 
 @pytest.mark.parametrize(("P", "H", "kv"), [(4, 8, 1), (4, 8, 2), (6, 12, 3)])
-def test_ulysses_bytes_with_replicated_kv_match_the_formula(P, H, kv):
-    """A [2 Hq (P-1)/P^2 + 2 (P-1)/P] in total over ranks: an owner sends each copy that is needed."""
+def test_ulysses_bytes_with_replicated_kv_match_the_formula(P: int, H: int, kv: int) -> None:
+    """A [2 Hq (P-1)/P^2 + 2 (P-1)/P]: an owner sends each copy that is needed."""
     found = [volume(P, None, H, kv, rank=r) for r in range(P)]
 
     expected = A * 2 * H * (P - 1) // P**2 + A * 2 * (P - 1) // P
@@ -285,7 +294,7 @@ def test_ulysses_bytes_with_replicated_kv_match_the_formula(P, H, kv):
 
 
 @pytest.mark.parametrize(("P", "H", "kv"), [(2, 3, 3), (3, 7, 5), (4, 8, 1)])
-def test_colossal_bytes_match_the_formula(P, H, kv):
+def test_colossal_bytes_match_the_formula(P: int, H: int, kv: int) -> None:
     """2 A Hk (P-1)/P: two all-gathers, then two reduce-scatters of the same size."""
     found = volume(P, 1, H, kv)
 
@@ -297,7 +306,7 @@ def test_colossal_bytes_match_the_formula(P, H, kv):
 
 
 @pytest.mark.parametrize(("u", "c", "H", "kv"), [(2, 2, 6, 2), (2, 3, 4, 4), (3, 2, 6, 3)])
-def test_hybrid_bytes_match_the_formula(u, c, H, kv):
+def test_hybrid_bytes_match_the_formula(u: int, c: int, H: int, kv: int) -> None:
     """(A/P) [(2 Hq + 2 Hk)(u-1)/u + 2 Hk (c-1)]: the exchange in the group, then the gather."""
     found = volume(u * c, u, H, kv)
 
@@ -312,7 +321,7 @@ def test_hybrid_bytes_match_the_formula(u, c, H, kv):
     assert found.groups["colossal"] == tuple(range(0, u * c, u))
 
 
-def test_balance_adds_one_half_of_q_out_and_one_of_the_output_back():
+def test_balance_adds_one_half_of_q_out_and_one_of_the_output_back() -> None:
     """gather + A Hq / P per direction; the middle rank of an odd group swaps with nobody."""
     for P, rank, swaps in [(4, 1, True), (3, 0, True), (3, 1, False), (1, 0, False)]:
         found, plain = volume(P, 1, 6, 2, lb=True, rank=rank), volume(P, 1, 6, 2, rank=rank)
@@ -322,7 +331,7 @@ def test_balance_adds_one_half_of_q_out_and_one_of_the_output_back():
             assert found.count("p2p", phase) == (2 if swaps else 0)
 
 
-def test_overlap_sends_each_of_q_k_v_by_itself():
+def test_overlap_sends_each_of_q_k_v_by_itself() -> None:
     """Async Ulysses is three all-to-alls in and one out, with the bytes of the sync one."""
     sync, split = volume(4, None, 8, 4), volume(4, None, 8, 4, overlap=True)
 
@@ -330,7 +339,7 @@ def test_overlap_sends_each_of_q_k_v_by_itself():
     assert split.bytes() == sync.bytes()
 
 
-def test_llama_heads_on_four_ranks_send_sixty_or_forty_eight_features():
+def test_llama_heads_on_four_ranks_send_sixty_or_forty_eight_features() -> None:
     """Behaviour 46: cp 4, H 32, Hkv 8: Ulysses sends 60 L D elements, Colossal receives 48 L D."""
     kw = {"num_heads": 32, "num_kv_heads": 8, "seq_len": 64, "head_size": 128, "element_size": 1}
     per = 64 // 4 * 128
@@ -341,7 +350,7 @@ def test_llama_heads_on_four_ranks_send_sixty_or_forty_eight_features():
 
 @pytest.mark.parametrize(("P", "u"), [(4, 4), (4, 2), (4, 1), (6, 3)])
 @pytest.mark.parametrize(("H", "kv"), [(12, 6), (12, 5), (12, 1), (12, 12)])
-def test_bytes_equal_a_count_of_every_row_and_head(P, u, H, kv):
+def test_bytes_equal_a_count_of_every_row_and_head(P: int, u: int, H: int, kv: int) -> None:
     """Brute force: follow each KV row, head by head, from its owner to those who need it."""
     plan, dv, L = make_plan(P, u), 3, S // P
     table = plan.heads(H, kv)
@@ -364,21 +373,21 @@ def test_bytes_equal_a_count_of_every_row_and_head(P, u, H, kv):
         assert found.bytes("all_gather") == gathered == found.bytes("reduce_scatter")
 
 
-def test_ulysses_needs_at_most_twice_the_exchanged_tensors():
+def test_ulysses_needs_at_most_twice_the_exchanged_tensors() -> None:
     """The peak of the exchange is its send and its receive buffer."""
     found = volume(4, None, 8, 4)
 
     assert found.peak_extra_bytes == 2 * (A * 8 + 2 * A * 4) // 4
 
 
-def test_one_rank_sends_nothing():
+def test_one_rank_sends_nothing() -> None:
     """Behaviour 6: cp 1 has no collective in any mode, balanced or not."""
     for lb in (False, True):
         found = volume(1, 1, 6, 2, lb=lb)
         assert (found.collectives, found.peak_extra_bytes) == ((), 0)
 
 
-def test_plan_imports_without_torch():
+def test_plan_imports_without_torch() -> None:
     """The tuner asks the plan and must answer in under a second: torch stays unimported."""
     code = (
         "import sys; sys.modules['torch'] = None; import hp_cp.plan as p; p.make_plan(4).rows(0, 8)"
