@@ -1,0 +1,166 @@
+"""Ranks as threads: the one place where torch's private names for that are used.
+
+Each thread gets its own world (`torch.distributed`'s globals become thread-local) and a real gloo
+process group over loopback, so that uneven all-to-all, p2p, autograd, DTensor and FSDP2 behave as
+they do between processes, at the price of a few milliseconds a rank.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from hp_mesh.testing._outcome import Outcome, stack_of
+
+__all__ = ["RankThreads"]
+
+_installed = threading.Lock()
+
+
+def _thread_local_world() -> None:
+    """Make the process groups of `torch.distributed` thread-local, once for this process."""
+    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+
+    with _installed:
+        if isinstance(distributed_c10d._world, ThreadLocalWorld):
+            return
+        if dist.is_initialized():
+            raise RuntimeError(
+                "ranks: this process already has a default process group, which threads would "
+                'hide; destroy it first, or use ranks(n, backend="processes")'
+            )
+        distributed_c10d._world = ThreadLocalWorld()  # type: ignore[assignment]
+        # group names repeat in every thread ("0", "1", ...), so their registry must be per thread
+        torch._C._distributed_c10d._set_thread_isolation_mode(True)
+        _tell_meshes_of_threads_apart()
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _tell_meshes_of_threads_apart() -> None:
+    """Put the thread into a mesh's hash and equality, as torch does for its own thread backend.
+
+    DTensor keeps process-wide caches keyed by mesh whose values depend on the rank; without this
+    rank 1 would be served what rank 0 computed.
+    """
+    build = DeviceMesh.__init__
+
+    def __init__(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        if threading.current_thread().name.startswith("rank-"):
+            self._thread_id = threading.get_ident()
+            self._hash = None
+
+    DeviceMesh.__init__ = __init__  # type: ignore[method-assign]
+
+
+class RankThreads:
+    """``size`` threads that wait for work, each with its own default gloo group.
+
+    It lives until a rank raises or misses a deadline; then `close` it and build another.
+    """
+
+    def __init__(self, size: int, *, group_timeout: float, start_timeout: float = 60.0) -> None:
+        _thread_local_world()
+        self.size = size
+        self._group_timeout = datetime.timedelta(seconds=group_timeout)
+        self._store = dist.HashStore()
+        self._done: queue.SimpleQueue[tuple[int, int, Outcome]] = queue.SimpleQueue()
+        self._inbox: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(size)]
+        self._call = 0
+        hook = sys.excepthook  # init_process_group replaces it for the whole process
+        self._threads = [
+            threading.Thread(target=self._work, args=(rank,), name=f"rank-{rank}/{size}", daemon=True)
+            for rank in range(size)
+        ]
+        for thread in self._threads:
+            thread.start()
+        outcomes = self._collect(time.monotonic() + start_timeout, grace=start_timeout)
+        sys.excepthook = hook
+        for outcome in outcomes:
+            if outcome.error is not None:
+                raise RuntimeError("ranks: the threads did not start") from outcome.error
+
+    def call(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], timeout: float
+    ) -> list[Outcome]:
+        """Run ``fn(rank, *args, **kwargs)`` in every thread; one outcome a rank, within ``timeout``."""
+        self._call += 1
+        for inbox in self._inbox:
+            inbox.put((self._call, fn, args, kwargs))
+        return self._collect(time.monotonic() + timeout, grace=3.0)
+
+    def close(self) -> None:
+        """Let the threads end: at once if they are idle, else when their call returns or fails."""
+        self._call = -1
+        for inbox in self._inbox:
+            inbox.put(None)
+
+    def join(self, timeout: float) -> None:
+        """Wait for threads that were told to end."""
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+
+    def _collect(self, deadline: float, *, grace: float) -> list[Outcome]:
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < self.size:
+            try:
+                wait = max(deadline - time.monotonic(), 0.001)
+                call, rank, outcome = self._done.get(timeout=wait)
+            except queue.Empty:
+                break
+            if call != self._call:
+                continue
+            outcomes[rank] = outcome
+            if outcome.error is not None:
+                # its peers may wait for it in a collective; they get a moment to fail on their own
+                deadline = min(deadline, time.monotonic() + grace)
+        return [outcomes.get(rank) or self._missing(rank) for rank in range(self.size)]
+
+    def _missing(self, rank: int) -> Outcome:
+        return Outcome.hung(stack_of(self._threads[rank].ident))
+
+    def _work(self, rank: int) -> None:
+        torch.set_num_threads(1)
+        started = Outcome.of(lambda: self._init_group(rank))
+        self._done.put((0, rank, started))
+        while started.error is None:
+            item = self._inbox[rank].get()
+            if item is None:
+                break
+            call, fn, args, kwargs = item
+            del item
+            outcome = Outcome.of(lambda: fn(rank, *args, **kwargs))  # noqa: B023 - called at once
+            del fn, args, kwargs
+            if outcome.error is None:
+                ended = Outcome.of(_end_of_call)
+                outcome = outcome if ended.error is None else ended
+            self._done.put((call, rank, outcome))
+            del outcome
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _init_group(self, rank: int) -> None:
+        dist.init_process_group(
+            "gloo", store=self._store, rank=rank, world_size=self.size, timeout=self._group_timeout
+        )
+
+
+def _end_of_call() -> None:
+    """Drop the groups that a call made, so that sockets don't pile up over a test session."""
+    world = distributed_c10d._world
+    for group in [group for group in world.pg_map if group is not world.default_pg]:
+        dist.destroy_process_group(group)
+    torch.set_grad_enabled(True)
