@@ -1,0 +1,127 @@
+"""Every Python block of the README files and the guide runs, or says above it why it does not.
+
+A page is one program: its blocks in order, each at its own line, so that a traceback names the line
+of the page. Two comments steer it:
+
+    <!-- ranks: 4 -->            anywhere on the page: run it under torchrun with four CPU ranks
+    <!-- not run: the reason --> directly above a block
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("packages/*/README.md"),
+        *ROOT.glob("benchmarks/*.md"),
+        *ROOT.glob("docs/**/*.md"),
+    ]
+)
+FENCE = re.compile(r"^```(\w*)\s*$")
+NOT_RUN = re.compile(r"^<!-- not run: (.+) -->$")
+RANKS = re.compile(r"^<!-- ranks: (\d+) -->$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    line: int
+    language: str
+    lines: tuple[str, ...]
+    not_run: str | None
+
+
+def blocks(text: str) -> list[Block]:
+    found: list[Block] = []
+    lines = text.splitlines()
+    start: int | None = None
+    language = ""
+    for number, line in enumerate(lines):
+        fence = FENCE.match(line)
+        if start is None and fence:
+            start, language = number, fence[1]
+        elif start is not None and line == "```":
+            above = next((entry for entry in reversed(lines[:start]) if entry.strip()), "")
+            reason = NOT_RUN.match(above)
+            body = tuple(lines[start + 1 : number])
+            found.append(Block(start + 1, language, body, reason[1] if reason else None))
+            start = None
+    assert start is None, f"the block that opens at line {start} is never closed"
+    return found
+
+
+def program(text: str) -> str:
+    """Return the page with everything blanked out but the Python that runs, lines kept."""
+    lines = [""] * len(text.splitlines())
+    for block in blocks(text):
+        if block.language == "python" and block.not_run is None:
+            lines[block.line : block.line + len(block.lines)] = block.lines
+    return "\n".join(lines) + "\n"
+
+
+WITH_PYTHON = [
+    page for page in PAGES if any(block.language == "python" for block in blocks(page.read_text()))
+]
+
+
+def test_the_readme_and_the_guide_have_python_to_run() -> None:
+    names = [str(page.relative_to(ROOT)) for page in WITH_PYTHON]
+
+    assert "README.md" in names
+    assert "docs/guide/en/context_parallel.md" in names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_in_a_page_is_marked_as_python(page: Path) -> None:
+    """A block without a language would be passed over in silence."""
+    for block in blocks(page.read_text()):
+        code = "\n".join(block.lines)
+        looks_like_python = re.search(r"^(import \w|from \w+ import )", code, re.MULTILINE)
+        assert block.language in ("python", "console", "text", "toml", "json") and (
+            block.language == "python" or not looks_like_python
+        ), f"line {block.line}"
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_python_block_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    text = page.read_text()
+    script = tmp_path / page.name.replace(".md", ".py")
+    script.write_text(program(text))
+    count = RANKS.search(text)
+    command = [sys.executable]
+    if count:
+        launcher = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={count[1]}"]
+        command += [*launcher, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+    done = subprocess.run(
+        [*command, str(script)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_link_to_a_file_of_the_repository_leads_somewhere() -> None:
+    dead = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
+        if "://" not in target and not (page.parent / target).exists()
+    ]
+
+    assert dead == []
