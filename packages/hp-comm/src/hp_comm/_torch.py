@@ -1,0 +1,118 @@
+"""Torch's collectives in the spelling that the installed torch prefers.
+
+torch 2.13 renames ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` to ``*_single`` and
+warns on every call of the old names; older and vendor builds know only those. This is the one file
+that cares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "group_device",
+    "group_rank",
+    "group_size",
+    "is_plain_gloo",
+    "reduce_scatter",
+    "sum_over_ranks",
+    "swap",
+]
+
+Work = Any  # dist.Work: absent from the public stubs
+
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def group_size(group: ProcessGroup) -> int:
+    """Return the number of ranks ``P`` in ``group``."""
+    return dist.get_world_size(group)
+
+
+def group_rank(group: ProcessGroup) -> int:
+    """Return this rank's place in ``group``."""
+    return dist.get_rank(group)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    # backends know no 8-bit floats; moving bytes does not need to
+    return x.view(torch.uint8) if x.dtype.is_floating_point and x.dtype.itemsize == 1 else x
+
+
+def all_to_all(
+    output: Tensor,
+    input: Tensor,  # noqa: A002
+    output_sizes: Sequence[int] | None,
+    input_sizes: Sequence[int] | None,
+    group: ProcessGroup,
+    *,
+    async_op: bool,
+) -> Work | None:
+    """Exchange flat dense buffers; sizes in elements, None for equal parts."""
+    return dist.all_to_all_single(
+        _as_bytes(output),
+        _as_bytes(input),
+        None if output_sizes is None else list(output_sizes),
+        None if input_sizes is None else list(input_sizes),
+        group=group,
+        async_op=async_op,
+    )
+
+
+def all_gather(
+    output: Tensor, input: Tensor, group: ProcessGroup, *, async_op: bool
+) -> Work | None:  # noqa: A002
+    """Gather flat dense buffers of one size on dim 0."""
+    return _all_gather(_as_bytes(output), _as_bytes(input), group=group, async_op=async_op)
+
+
+def reduce_scatter(
+    output: Tensor,
+    input: Tensor,  # noqa: A002
+    group: ProcessGroup,
+    *,
+    async_op: bool,
+) -> Work | None:
+    """Sum flat dense buffers over ranks, in their dtype, and keep this rank's part."""
+    return _reduce_scatter(output, input, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
+
+
+def sum_over_ranks(x: Tensor, group: ProcessGroup) -> None:
+    """Add ``x`` over the ranks of ``group``, in place."""
+    dist.all_reduce(x, op=dist.ReduceOp.SUM, group=group)
+
+
+def swap(output: Tensor, input: Tensor, peer: int, group: ProcessGroup) -> list[Work]:  # noqa: A002
+    """Start sending ``input`` to rank ``peer`` of ``group`` and receiving ``output`` from it.
+
+    Wait for every work that comes back: gloo returns one per operation, HCCL one for the batch.
+    """
+    return dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, _as_bytes(input), group=group, group_peer=peer),
+            dist.P2POp(dist.irecv, _as_bytes(output), group=group, group_peer=peer),
+        ]
+    )
+
+
+def is_plain_gloo(group: ProcessGroup) -> bool:
+    """Say whether ``group`` talks gloo and nothing else."""
+    return str(dist.get_backend(group)) == "gloo"
+
+
+def group_device(group: ProcessGroup) -> torch.device:
+    """Return a device that a small buffer can travel from: the CPU if the group serves it."""
+    types = {device.type for device in getattr(group, "_device_types", [])}
+    if not types or "cpu" in types:
+        return torch.device("cpu")
+    kind = sorted(types)[0]
+    return torch.device(kind, torch.get_device_module(kind).current_device())

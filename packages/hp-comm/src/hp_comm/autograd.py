@@ -1,0 +1,149 @@
+"""Moves with gradients: one node for a synchronous move, two for one that overlaps.
+
+An asynchronous move is a *launch* node behind the producer and a *wait* node before the consumer,
+joined by a token, an empty tensor on which autograd travels::
+
+    forward    producer -> launch ~~~~token~~~~> wait -> consumer
+    backward   producer <- launch <~~~token~~~~~ wait <- consumer
+                             |                     |
+                             waits for the         launches the mirrored move
+                             mirrored move
+
+Autograd runs the newest ready node first. Of q, k and v that were launched one after the other and
+waited for later, backward so launches all three mirrored moves before it waits for the first, and
+the producers' gradients overlap with the transfers still under way. The token that runs backward is the
+token of the mirrored launch: the same two nodes, so second derivatives work as well. Gradients
+of several consumers are added by autograd in front of the wait node, those of several producers
+behind the launch node; no hook replaces any.
+
+Moves are linear: nothing is saved for backward, so a graph can be walked again and recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from hp_comm.handle import Handle
+from hp_comm.moves import Move, Pending
+
+__all__ = ["launch", "run"]
+
+T = TypeVar("T")
+
+
+def _needs_graph(xs: Sequence[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+
+
+def _needed(flags: Sequence[bool]) -> tuple[int, ...]:
+    return tuple(place for place, flag in enumerate(flags) if flag)
+
+
+def _remember(ctx: Any, outs: Sequence[Tensor], needed: Sequence[int]) -> None:
+    """Leave results without gradients out of backward, and keep what an absent gradient looks like."""
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*(out for t, out in enumerate(outs) if t not in needed))
+    ctx.blanks = [(outs[t].shape, outs[t].dtype, outs[t].device) for t in needed]
+
+
+def _wanted(ctx: Any, grads: Sequence[Tensor | None], needed: Sequence[int]) -> list[Tensor]:
+    """Return the gradients to send; one that nobody asked for is zero, for the peers may need it."""
+    return [
+        torch.zeros((), dtype=dtype, device=device).expand(shape) if grad is None else grad
+        for grad, (shape, dtype, device) in zip((grads[t] for t in needed), ctx.blanks, strict=True)
+    ]
+
+
+def _spread(grads: Sequence[Tensor], needed: Sequence[int], count: int) -> list[Tensor | None]:
+    full: list[Tensor | None] = [None] * count
+    for place, grad in zip(needed, grads, strict=True):
+        full[place] = grad
+    return full
+
+
+class _Run(torch.autograd.Function):
+    """A synchronous move; its backward is the mirrored one, of the tensors that need gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, move: Move, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.move, ctx.count = move, len(xs)
+        ctx.needed = _needed(ctx.needs_input_grad[1:])
+        outs = move.start(xs, overlap=False).finish()
+        _remember(ctx, outs, ctx.needed)
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        back = run(ctx.move.mirror(ctx.needed), _wanted(ctx, grads, ctx.needed))
+        return None, *_spread(back, ctx.needed, ctx.count)
+
+
+class _Link:
+    """What a launch node and its wait node know of each other."""
+
+    __slots__ = ("back", "move", "needed", "pending")
+
+    def __init__(self, move: Move) -> None:
+        self.move = move
+        self.needed: tuple[int, ...] = ()
+        self.pending: Pending | None = None
+        self.back: _Link | None = None  # the mirrored move, between the two nodes' backward
+
+    def take(self) -> Pending:
+        pending, self.pending = self.pending, None
+        assert pending is not None, f"{self.move.where}: a wait node ran without its launch"
+        return pending
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: _Link, *xs: Tensor) -> Tensor:
+        ctx.link, ctx.count = link, len(xs)
+        link.needed = _needed(ctx.needs_input_grad[1:])
+        link.pending = link.move.start(xs, overlap=True)
+        # no element: nothing to fill, to add, or to find a NaN in
+        return torch.empty(0, dtype=torch.float32, device=xs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> tuple[Any, ...]:
+        back, ctx.link.back = ctx.link.back, None
+        grads = _Wait.apply(back, token)
+        return None, *_spread(grads, ctx.link.needed, ctx.count)
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: _Link, token: Tensor) -> tuple[Tensor, ...]:
+        ctx.link = link
+        outs = link.take().finish()
+        _remember(ctx, outs, link.needed)
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        link = ctx.link
+        back = _Link(link.move.mirror(link.needed))
+        token = _Launch.apply(back, *_wanted(ctx, grads, link.needed))
+        link.back = back
+        return None, token
+
+
+def run(move: Move, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Do ``move`` and return its results; differentiable."""
+    if _needs_graph(xs):
+        return cast(tuple[Tensor, ...], _Run.apply(move, *xs))
+    return move.start(xs, overlap=False).finish()
+
+
+def launch(move: Move, xs: Sequence[Tensor], form: Callable[[tuple[Tensor, ...]], T]) -> Handle[T]:
+    """Start ``move``; the handle's ``wait`` returns ``form`` of its results, differentiable."""
+    if not _needs_graph(xs):
+        pending = move.start(xs, overlap=True)
+        return Handle(move.where, pending, lambda: form(pending.finish()))
+    link = _Link(move)
+    token = _Launch.apply(link, *xs)
+    return Handle(move.where, link.pending, lambda: form(_Wait.apply(link, token)))

@@ -1,0 +1,351 @@
+"""The four exchanges of sequence parallelism, on tensors of any strides, with gradients.
+
+======================  ==========================================  ===========================
+function                from -> to                                  backward
+======================  ==========================================  ===========================
+`seq_to_head`           ``[B, S/P, H, D]`` -> ``[B, S, H/P, D]``    one all-to-all, mirrored
+`head_to_seq`           ``[B, S, H/P, D]`` -> ``[B, S/P, H, D]``    one all-to-all, mirrored
+`gather_seq`            ``[B, S/P, H, D]`` -> ``[B, S, H, D]``      one reduce-scatter, summed
+`exchange_head_tail`    a tail, for the mirror rank's               the same swap
+======================  ==========================================  ===========================
+
+All dims are where ``seq_dim`` and ``head_dim`` say. Arguments are checked before anything is sent.
+What every rank must say alike (``lengths``, ``heads``, dtypes, which tensors need gradients) is not
+compared over ranks here: that is `hp_comm.preflight`'s task, once for a whole boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hp_comm import _cuts as cuts
+from hp_comm.autograd import launch, run
+from hp_comm.handle import Handle
+from hp_comm.moves import Exchange, Gather, Move, Swap
+from hp_mesh.window import mirror_rank
+
+__all__ = ["Heads", "exchange_head_tail", "gather_seq", "head_to_seq", "seq_to_head"]
+
+Heads = Sequence[Sequence[int]]
+"""Per rank of the group, the positions on the head dim that it gets (or has)."""
+
+Tensors = tuple[Tensor, ...]
+
+
+def _listed(where: str, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    xs = [x] if isinstance(x, Tensor) else list(x)
+    cuts.require_tensors(where, xs)
+    return xs
+
+
+def _same_form(x: Tensor | Sequence[Tensor], results: Sequence[Tensor]) -> Any:
+    return results[0] if isinstance(x, Tensor) else tuple(results)
+
+
+def _move(x: Tensor | Sequence[Tensor], move: Move, xs: list[Tensor], async_op: bool) -> Any:
+    if async_op:
+        return launch(move, xs, lambda results: _same_form(x, results))
+    return _same_form(x, run(move, xs))
+
+
+def _alone(
+    where: str, x: Tensor | Sequence[Tensor], results: Sequence[Tensor], async_op: bool
+) -> Any:
+    value = _same_form(x, results)
+    return Handle.ready(where, value) if async_op else value
+
+
+@overload
+def seq_to_head(
+    x: Tensor,
+    group: ProcessGroup,
+    *,
+    seq_dim: int,
+    head_dim: int,
+    heads: Heads | None = ...,
+    lengths: Sequence[int] | None = ...,
+    async_op: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def seq_to_head(
+    x: Tensor,
+    group: ProcessGroup,
+    *,
+    seq_dim: int,
+    head_dim: int,
+    heads: Heads | None = ...,
+    lengths: Sequence[int] | None = ...,
+    async_op: Literal[True],
+) -> Handle[Tensor]: ...
+@overload
+def seq_to_head(
+    x: Sequence[Tensor],
+    group: ProcessGroup,
+    *,
+    seq_dim: int,
+    head_dim: int,
+    heads: Sequence[Heads | None] | None = ...,
+    lengths: Sequence[int] | None = ...,
+    async_op: Literal[False] = ...,
+) -> Tensors: ...
+@overload
+def seq_to_head(
+    x: Sequence[Tensor],
+    group: ProcessGroup,
+    *,
+    seq_dim: int,
+    head_dim: int,
+    heads: Sequence[Heads | None] | None = ...,
+    lengths: Sequence[int] | None = ...,
+    async_op: Literal[True],
+) -> Handle[Tensors]: ...
+def seq_to_head(
+    x: Tensor | Sequence[Tensor],
+    group: ProcessGroup,
+    *,
+    seq_dim: int,
+    head_dim: int,
+    heads: Any = None,
+    lengths: Sequence[int] | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Trade the sequence shard for some of the heads of the whole sequence.
+
+    Args:
+        x: ``[B, S/P, H, D]``, or several such tensors. Tensors of one dtype travel in one
+            all-to-all; their head counts and head sizes may differ.
+        group: The ``P`` ranks.
+        seq_dim: Dim of ``x`` that holds the sequence.
+        head_dim: Dim of ``x`` that holds the heads.
+        heads: Heads that each rank gets: ``heads[p]`` for a tensor, ``heads[t][p]`` for several
+            (None for those that are cut evenly). A head may go to several ranks, which is how
+            fewer KV heads than ranks are served, or to none. Default: consecutive equal parts.
+        lengths: Local sequence lengths of the ranks. Default: all as long as this rank's.
+        async_op: Return a `Handle` and let the transfer overlap with what comes next.
+
+    Returns:
+        ``[B, S, H_r, D]``, dense, for the ``H_r`` heads of this rank, in the order given; a tuple
+        for several. Backward sends one all-to-all per dtype and sums the gradients of a head that
+        went to several ranks.
+    """
+    where = "seq_to_head"
+    xs = _listed(where, x)
+    size, rank = cuts.group_of(where, group)
+    tables = cuts.head_tables(where, xs, heads, single=isinstance(x, Tensor))
+    sends, receives, shapes = [], [], []
+    for t, one in enumerate(xs):
+        s, h = cuts.two_dims(where, one, seq_dim, head_dim)
+        send = cuts.heads_to_ranks(where, one, h, tables[t], size)
+        receive = cuts.lengths_of_ranks(where, one, s, lengths, size, rank)
+        shape = list(one.shape)
+        shape[s], shape[h] = sum(receive.counts), send.counts[rank]
+        sends.append(send)
+        receives.append(receive)
+        shapes.append(tuple(shape))
+    if size == 1:
+        return _alone(where, x, [cuts.take(o, c) for o, c in zip(xs, sends, strict=True)], async_op)
+    before = tuple(tuple(one.shape) for one in xs)
+    move = Exchange(where, group, tuple(sends), tuple(receives), before, tuple(shapes))
+    return _move(x, move, xs, async_op)
+
+
+@overload
+def head_to_seq(
+    x: Tensor,
+    group: ProcessGroup,
+    *,
+    seq_dim: int,
+    head_dim: int,
+    lengths: Sequence[int] | None = ...,
+    heads: Heads | None = ...,
+    async_op: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def head_to_seq(
+    x: Tensor,
+    group: ProcessGroup,
+    *,
+    seq_dim: int,
+    head_dim: int,
+    lengths: Sequence[int] | None = ...,
+    heads: Heads | None = ...,
+    async_op: Literal[True],
+) -> Handle[Tensor]: ...
+@overload
+def head_to_seq(
+    x: Sequence[Tensor],
+    group: ProcessGroup,
+    *,
+    seq_dim: int,
+    head_dim: int,
+    lengths: Sequence[int] | None = ...,
+    heads: Sequence[Heads | None] | None = ...,
+    async_op: Literal[False] = ...,
+) -> Tensors: ...
+@overload
+def head_to_seq(
+    x: Sequence[Tensor],
+    group: ProcessGroup,
+    *,
+    seq_dim: int,
+    head_dim: int,
+    lengths: Sequence[int] | None = ...,
+    heads: Sequence[Heads | None] | None = ...,
+    async_op: Literal[True],
+) -> Handle[Tensors]: ...
+def head_to_seq(
+    x: Tensor | Sequence[Tensor],
+    group: ProcessGroup,
+    *,
+    seq_dim: int,
+    head_dim: int,
+    lengths: Sequence[int] | None = None,
+    heads: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Trade this rank's heads of the whole sequence for all heads of its sequence shard.
+
+    Args:
+        x: ``[B, S, H_r, D]``, or several such tensors; those of one dtype travel together.
+        group: The ``P`` ranks.
+        seq_dim: Dim of ``x`` that holds the sequence.
+        head_dim: Dim of ``x`` that holds the heads.
+        lengths: Sequence lengths that the ranks get. Default: ``S / P`` each.
+        heads: Heads that each rank has, as in `seq_to_head`; each head on one rank. Default: as many
+            on every rank, in rank order.
+        async_op: Return a `Handle` and let the transfer overlap with what comes next.
+
+    Returns:
+        ``[B, S/P, H, D]``, dense; a tuple for several. Backward sends one all-to-all per dtype.
+    """
+    where = "head_to_seq"
+    xs = _listed(where, x)
+    size, rank = cuts.group_of(where, group)
+    tables = cuts.head_tables(where, xs, heads, single=isinstance(x, Tensor))
+    sends, receives, shapes = [], [], []
+    for t, one in enumerate(xs):
+        s, h = cuts.two_dims(where, one, seq_dim, head_dim)
+        send = cuts.rows_to_ranks(where, one, s, lengths, size)
+        receive = cuts.heads_of_ranks(where, one, h, tables[t], size, rank)
+        shape = list(one.shape)
+        shape[s], shape[h] = send.counts[rank], sum(receive.counts)
+        sends.append(send)
+        receives.append(receive)
+        shapes.append(tuple(shape))
+    if size == 1:
+        places = [cuts.put_back(o, c) for o, c in zip(xs, receives, strict=True)]
+        return _alone(where, x, places, async_op)
+    before = tuple(tuple(one.shape) for one in xs)
+    move = Exchange(where, group, tuple(sends), tuple(receives), before, tuple(shapes))
+    return _move(x, move, xs, async_op)
+
+
+@overload
+def gather_seq(
+    x: Tensor,
+    group: ProcessGroup,
+    *,
+    seq_dim: int,
+    lengths: Sequence[int] | None = ...,
+    async_op: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def gather_seq(
+    x: Tensor,
+    group: ProcessGroup,
+    *,
+    seq_dim: int,
+    lengths: Sequence[int] | None = ...,
+    async_op: Literal[True],
+) -> Handle[Tensor]: ...
+@overload
+def gather_seq(
+    x: Sequence[Tensor],
+    group: ProcessGroup,
+    *,
+    seq_dim: int,
+    lengths: Sequence[int] | None = ...,
+    async_op: Literal[False] = ...,
+) -> Tensors: ...
+@overload
+def gather_seq(
+    x: Sequence[Tensor],
+    group: ProcessGroup,
+    *,
+    seq_dim: int,
+    lengths: Sequence[int] | None = ...,
+    async_op: Literal[True],
+) -> Handle[Tensors]: ...
+def gather_seq(
+    x: Tensor | Sequence[Tensor],
+    group: ProcessGroup,
+    *,
+    seq_dim: int,
+    lengths: Sequence[int] | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Gather the whole sequence on every rank.
+
+    Args:
+        x: ``[B, S/P, H, D]``, or several such tensors: one all-gather each, all of them started
+            before the first is waited for.
+        group: The ``P`` ranks.
+        seq_dim: Dim of ``x`` that holds the sequence.
+        lengths: Local sequence lengths of the ranks. Default: all as long as this rank's. Unequal
+            ones are padded to the longest on the wire.
+        async_op: Return a `Handle` and let the transfer overlap with what comes next.
+
+    Returns:
+        ``[B, S, H, D]``, dense; a tuple for several. Backward is one reduce-scatter each: the
+        gradient of a shard is the *sum* of what all ranks found for it, in the gradient's dtype,
+        never divided.
+    """
+    where = "gather_seq"
+    xs = _listed(where, x)
+    size, rank = cuts.group_of(where, group)
+    parts, shapes = [], []
+    for one in xs:
+        s = cuts.one_dim(where, one, "seq_dim", seq_dim)
+        part = cuts.lengths_of_ranks(where, one, s, lengths, size, rank)
+        shape = list(one.shape)
+        shape[s] = sum(part.counts)
+        parts.append(part)
+        shapes.append(tuple(shape))
+    if size == 1:
+        return _alone(where, x, xs, async_op)
+    return _move(x, Gather(where, group, tuple(parts), tuple(shapes)), xs, async_op)
+
+
+@overload
+def exchange_head_tail(
+    x: Tensor, group: ProcessGroup, *, async_op: Literal[False] = ...
+) -> Tensor: ...
+@overload
+def exchange_head_tail(
+    x: Tensor, group: ProcessGroup, *, async_op: Literal[True]
+) -> Handle[Tensor]: ...
+def exchange_head_tail(
+    x: Tensor, group: ProcessGroup, *, async_op: bool = False
+) -> Tensor | Handle[Tensor]:
+    """Swap a tensor with the mirror rank: rank ``r`` and rank ``P - 1 - r`` trade theirs.
+
+    Args:
+        x: What this rank gives away, of one shape and dtype on all ranks.
+        group: The ``P`` ranks. With an odd ``P`` the middle rank is its own mirror and sends nothing.
+        async_op: Return a `Handle` and let the transfer overlap with what comes next.
+
+    Returns:
+        The mirror's tensor, dense; ``x`` itself on a rank that is its own mirror. Backward is the same swap.
+    """
+    where = "exchange_head_tail"
+    (one,) = _listed(where, x)
+    size, rank = cuts.group_of(where, group)
+    mirror = mirror_rank(rank, size)
+    if mirror == rank:
+        return Handle.ready(where, one) if async_op else one
+    result: Tensor | Handle[Tensor] = _move(x, Swap(where, group, mirror), [one], async_op)
+    return result

@@ -1,0 +1,146 @@
+"""The operators: schema, fake implementation, gradient, and the door to other implementations."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from hp_comm.kernels import reference
+from hp_mesh.checks import fail
+
+__all__ = ["Kernels", "implementation", "pack", "unpack"]
+
+KNOWN = ("reference", "triton")
+
+
+class Kernels(Protocol):
+    """What an implementation module offers; `reference` says what each one means."""
+
+    def pack(
+        self, xs: list[Tensor], dims: list[int], counts: list[int], index: list[int]
+    ) -> Tensor:
+        """See `reference.pack`."""
+
+    def unpack(
+        self,
+        buffer: Tensor,
+        shapes: list[list[int]],
+        dims: list[int],
+        counts: list[int],
+        index: list[int],
+    ) -> list[Tensor]:
+        """See `reference.unpack`."""
+
+
+def implementation(x: Tensor) -> Kernels:
+    """Return the kernels that run on ``x``'s device: ``HP_KERNELS``, or the reference."""
+    asked = os.environ.get("HP_KERNELS") or "reference"
+    if asked not in KNOWN:
+        raise fail("hp_comm.kernels", f"HP_KERNELS ({asked!r}) must be one of {', '.join(KNOWN)}")
+    if asked == "reference":
+        return cast(Kernels, reference)
+    return _triton(x.device.type)
+
+
+def _triton(device_type: str) -> Kernels:
+    extra = "hp-comm[npu]" if device_type == "npu" else "hp-comm[cuda]"
+    if importlib.util.find_spec("triton") is None:
+        raise ImportError(
+            "hp_comm.kernels: HP_KERNELS (triton) must name installed kernels, but triton cannot be "
+            f"imported; install {extra}"
+            + ("" if device_type != "cpu" else " (hp-comm[npu] on Ascend)")
+            + ", or use HP_KERNELS=reference"
+        )
+    if importlib.util.find_spec("hp_comm.kernels._triton") is None:
+        raise ImportError(
+            "hp_comm.kernels: HP_KERNELS (triton) must name kernels of this version, which carries "
+            "only the reference; use HP_KERNELS=reference"
+        )
+    return cast(Kernels, importlib.import_module("hp_comm.kernels._triton"))
+
+
+def _nest(shapes: list[int], ndims: list[int]) -> list[list[int]]:
+    nested: list[list[int]] = []
+    for ndim in ndims:
+        nested.append(shapes[:ndim])
+        shapes = shapes[ndim:]
+    return nested
+
+
+@torch.library.custom_op("hp_comm::pack", mutates_args=())
+def _pack(xs: list[Tensor], dims: list[int], counts: list[int], index: list[int]) -> Tensor:
+    return implementation(xs[0]).pack(xs, dims, counts, index)
+
+
+@torch.library.custom_op("hp_comm::unpack", mutates_args=())
+def _unpack(
+    buffer: Tensor,
+    shapes: list[int],
+    ndims: list[int],
+    dims: list[int],
+    counts: list[int],
+    index: list[int],
+) -> list[Tensor]:
+    kernels = implementation(buffer)
+    return kernels.unpack(buffer, _nest(shapes, ndims), dims, counts, index)
+
+
+@_pack.register_fake
+def _(xs: list[Tensor], dims: list[int], counts: list[int], index: list[int]) -> Tensor:
+    return xs[0].new_empty(reference.packed_size([list(x.shape) for x in xs], dims, counts))
+
+
+@_unpack.register_fake
+def _(
+    buffer: Tensor,
+    shapes: list[int],
+    ndims: list[int],
+    dims: list[int],
+    counts: list[int],
+    index: list[int],
+) -> list[Tensor]:
+    return [buffer.new_empty(shape) for shape in _nest(shapes, ndims)]
+
+
+def _remember_pack(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    xs, *ctx.cut = inputs
+    ctx.shapes = [list(x.shape) for x in xs]
+
+
+def _pack_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return unpack(grad.contiguous(), ctx.shapes, *ctx.cut), None, None, None
+
+
+def _remember_unpack(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    _, _, _, *ctx.cut = inputs
+
+
+def _unpack_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    return pack(list(grads), *ctx.cut), None, None, None, None, None
+
+
+_pack.register_autograd(_pack_backward, setup_context=_remember_pack)
+_unpack.register_autograd(_unpack_backward, setup_context=_remember_unpack)
+
+
+def pack(xs: list[Tensor], dims: list[int], counts: list[int], index: list[int]) -> Tensor:
+    """Call ``hp_comm::pack``; see `reference.pack`."""
+    return cast(Tensor, _pack(xs, dims, counts, index))
+
+
+def unpack(
+    buffer: Tensor,
+    shapes: list[list[int]],
+    dims: list[int],
+    counts: list[int],
+    index: list[int],
+) -> list[Tensor]:
+    """Call ``hp_comm::unpack``; see `reference.unpack`."""
+    flat = [n for shape in shapes for n in shape]
+    ndims = [len(shape) for shape in shapes]
+    return cast(list[Tensor], _unpack(buffer, flat, ndims, dims, counts, index))
