@@ -1,7 +1,7 @@
 """Ranks as processes: spawned once, fed through sockets, each with gloo over loopback.
 
-The function travels as *file and name*: under pytest's importlib mode a spawned process can't import
-the test module by name, and loading it by path works both ways.
+The function travels as *file and name*: under pytest's importlib mode a spawned process can't
+import the test module by name, and loading it by path works both ways.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from hp_mesh.checks import fail
 from hp_mesh.testing._outcome import Outcome
 
-__all__ = ["RankProcesses", "load", "locate"]
+__all__ = ["RankProcesses", "load", "locate", "serve"]
 
 
 def locate(fn: Callable[..., Any]) -> tuple[str, str, str]:
@@ -39,7 +40,7 @@ def locate(fn: Callable[..., Any]) -> tuple[str, str, str]:
             f"fn ({name or fn!r}) must be a function at the top level of a file for processes",
             'move it out of its class or function, or use backend="threads"',
         )
-    return os.path.abspath(inspect.getfile(code)), fn.__module__, name
+    return str(Path(inspect.getfile(code)).resolve()), fn.__module__, name
 
 
 def load(file: str, module: str, name: str) -> Callable[..., Any]:
@@ -78,7 +79,11 @@ class RankProcesses:
         if sys.platform == "linux":
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         with Listener(("127.0.0.1", 0), backlog=size, authkey=key) as listener:
-            command = [sys.executable, "-c", "from hp_mesh.testing import _processes as p; p.serve()"]
+            command = [
+                sys.executable,
+                "-c",
+                "from hp_mesh.testing._processes import *; serve()",
+            ]
             settings = [listener.address[1], self._store.port, size, group_timeout]
             self._processes = [
                 subprocess.Popen([*command, str(rank), *map(str, settings)], env=env)
@@ -134,6 +139,7 @@ class RankProcesses:
             connection.close()
         for process in self._processes:
             process.kill()
+            process.wait()
 
     def join(self, timeout: float) -> None:
         """Wait for processes that were told to end."""

@@ -8,6 +8,8 @@ they do between processes, at the price of a few milliseconds a rank.
 from __future__ import annotations
 
 import datetime
+import functools
+import itertools
 import os
 import queue
 import sys
@@ -26,6 +28,8 @@ from hp_mesh.testing._outcome import Outcome, stack_of
 __all__ = ["RankThreads"]
 
 _installed = threading.Lock()
+_here = threading.local()
+_tokens = itertools.count(1)
 
 
 def _thread_local_world() -> None:
@@ -49,20 +53,22 @@ def _thread_local_world() -> None:
 
 
 def _tell_meshes_of_threads_apart() -> None:
-    """Put the thread into a mesh's hash and equality, as torch does for its own thread backend.
+    """Put thread and call into a mesh's hash and equality, as torch does for its thread backend.
 
-    DTensor keeps process-wide caches keyed by mesh whose values depend on the rank; without this
-    rank 1 would be served what rank 0 computed.
+    Caches keyed by mesh (DTensor has many) hold what depends on the rank and on the groups; without
+    this rank 1 would be served what rank 0 computed, or a call the ended groups of an earlier one.
     """
     build = DeviceMesh.__init__
 
-    def __init__(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+    @functools.wraps(build)
+    def build_and_mark(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
-        if threading.current_thread().name.startswith("rank-"):
-            self._thread_id = threading.get_ident()
+        token: int | None = getattr(_here, "token", None)
+        if token is not None:
+            self._thread_id = token
             self._hash = None
 
-    DeviceMesh.__init__ = __init__  # type: ignore[method-assign]
+    DeviceMesh.__init__ = build_and_mark  # type: ignore[method-assign]
 
 
 class RankThreads:
@@ -81,7 +87,7 @@ class RankThreads:
         self._call = 0
         hook = sys.excepthook  # init_process_group replaces it for the whole process
         self._threads = [
-            threading.Thread(target=self._work, args=(rank,), name=f"rank-{rank}/{size}", daemon=True)
+            threading.Thread(target=self._work, args=(rank,), name=f"rank-{rank}", daemon=True)
             for rank in range(size)
         ]
         for thread in self._threads:
@@ -95,7 +101,7 @@ class RankThreads:
     def call(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], timeout: float
     ) -> list[Outcome]:
-        """Run ``fn(rank, *args, **kwargs)`` in every thread; one outcome a rank, within ``timeout``."""
+        """Run ``fn(rank, *args, **kwargs)`` in every thread; one outcome a rank."""
         self._call += 1
         for inbox in self._inbox:
             inbox.put((self._call, fn, args, kwargs))
@@ -142,6 +148,7 @@ class RankThreads:
                 break
             call, fn, args, kwargs = item
             del item
+            _here.token = next(_tokens)
             outcome = Outcome.of(lambda: fn(rank, *args, **kwargs))  # noqa: B023 - called at once
             del fn, args, kwargs
             if outcome.error is None:

@@ -1,8 +1,8 @@
 """Count the collectives that really run, whoever starts them.
 
-A dispatch mode sees every spelling: ``dist.*`` (sync or async, ``*_tensor`` and ``*_single``, lists),
-functional collectives, DTensor, FSDP2, p2p alone or batched. It counts for its own thread; backward
-on CPU runs in the calling thread, so one ``with`` covers forward and backward.
+A dispatch mode sees every spelling: ``dist.*`` (sync or async, ``*_tensor`` and ``*_single``,
+lists), functional collectives, DTensor, FSDP2, p2p alone or batched. It counts for its own thread;
+backward on CPU runs in the calling thread, so one ``with`` covers forward and backward.
 """
 
 from __future__ import annotations
@@ -55,8 +55,15 @@ _KINDS = {
     "gather_": "gather",
     "reduce_": "reduce",
 }
-_SILENT = {"recv_", "recv_any_source_", "irecv", "wait_tensor", "check_for_nan", "_wrap_tensor_autograd",
-           "mesh_get_process_group"}
+_SILENT = {
+    "recv_",
+    "recv_any_source_",
+    "irecv",
+    "wait_tensor",
+    "check_for_nan",
+    "_wrap_tensor_autograd",
+    "mesh_get_process_group",
+}
 """Ops of the same namespaces that send nothing."""
 _NAMESPACES = {"c10d", "_c10d_functional", "_dtensor"}
 # which argument holds what this rank contributes; the first one where it isn't said
@@ -196,9 +203,7 @@ def _bytes_sent(
     return 0
 
 
-def _stays(
-    name: str, args: Sequence[Any], tensors: Sequence[Tensor], rank: int, size: int
-) -> int:
+def _stays(name: str, args: Sequence[Any], tensors: Sequence[Tensor], rank: int, size: int) -> int:
     """Return the bytes of an all-to-all that a rank sends to itself."""
     if name == "alltoall_":
         return tensors[rank].numel() * tensors[rank].element_size()

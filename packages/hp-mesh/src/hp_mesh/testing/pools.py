@@ -86,10 +86,11 @@ class Pool:
         kwargs: dict[str, Any],
         timeout: float | None,
     ) -> list[Outcome]:
+        limit = self.timeout if timeout is None else timeout
         if self._ranks is None:
             self._ranks = self._start()
         try:
-            outcomes = self._ranks.call(fn, args, kwargs, self.timeout if timeout is None else timeout)
+            outcomes = self._ranks.call(fn, args, kwargs, limit)
         except BaseException:
             self.close()
             raise
@@ -124,7 +125,7 @@ def ranks(n: int, *, backend: Backend = "threads", timeout: float = 60.0) -> Poo
     return pool
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _pool(n: int, backend: Backend) -> Pool:
     pool = Pool(n, backend, 60.0)
     atexit.register(_end, pool)

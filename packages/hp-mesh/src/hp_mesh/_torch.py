@@ -1,0 +1,221 @@
+"""The only file of this package that touches torch's private names.
+
+Written for torch 2.13; each entry says what it stands for, so that a newer torch is one look here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.overrides import TorchFunctionMode
+
+# -- function modes: torch can only pop the innermost one -----------------------------------------
+
+
+def function_mode_stack() -> list[TorchFunctionMode]:
+    """Return the active function modes of this thread, outermost first."""
+    from torch.overrides import _get_current_function_mode_stack
+
+    return list(_get_current_function_mode_stack())
+
+
+def remove_function_modes(unwanted: Callable[[TorchFunctionMode], bool]) -> None:
+    """Take every active mode that ``unwanted`` names off this thread's stack, wherever it stands."""
+    from torch.overrides import _pop_mode, _push_mode
+
+    kept: list[TorchFunctionMode] = []
+    stack = function_mode_stack()
+    lowest = next((i for i, mode in enumerate(stack) if unwanted(mode)), len(stack))
+    for mode in reversed(stack[lowest:]):
+        _pop_mode()
+        if not unwanted(mode):
+            kept.append(mode)
+    for mode in reversed(kept):
+        _push_mode(mode)
+
+
+def push_function_mode(mode: TorchFunctionMode) -> None:
+    """Make ``mode`` the innermost active mode of this thread."""
+    from torch.overrides import _push_mode
+
+    _push_mode(mode)
+
+
+# -- meshes ---------------------------------------------------------------------------------------
+
+
+def concatenate_meshes(left: DeviceMesh, right: DeviceMesh) -> DeviceMesh:
+    """Return the mesh with the axes of ``left``, then those of ``right``; makes no new groups.
+
+    Kept on ``right``, so that a mesh of another thread's rank or of an earlier process group is
+    never handed out.
+    """
+    known: dict[DeviceMesh, DeviceMesh] = right.__dict__.setdefault("_hp_concatenated", {})
+    if left not in known:
+        known[left] = DeviceMesh._concatenate([left, right])
+    return known[left]
+
+
+# -- DTensor --------------------------------------------------------------------------------------
+
+
+def from_local(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    grad_placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """Wrap ``local`` as a DTensor without checks or communication (all shards have one length)."""
+    return DTensor.from_local(
+        local, mesh, list(placements), run_check=False, grad_placements=grad_placements
+    )
+
+
+def wrap_detached(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], requires_grad: bool
+) -> DTensor:
+    """Build a DTensor around ``local`` outside autograd: for use inside an autograd function."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._utils import compute_global_tensor_info
+
+    shape, stride = compute_global_tensor_info(local, mesh, placements)
+    meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
+
+
+def local_shard(tensor: DTensor) -> Tensor:
+    """Return the local tensor of a DTensor, outside autograd."""
+    local: Tensor = tensor._local_tensor
+    return local
+
+
+def patch_dtensor_exits(
+    default_grad_placements: Callable[[DTensor, bool], Sequence[Placement] | None],
+) -> None:
+    """Let ``to_local`` and ``full_tensor`` ask for their default ``grad_placements``.
+
+    torch takes the forward placements as default: for a replicated tensor whose gradient is
+    partial, each rank would keep its own part only and the sum over ranks would be lost without a
+    word. No function mode sees ``to_local``, hence the change on the class. Where the callable
+    returns None, torch's default stays.
+
+    Args:
+        default_grad_placements: Called with the DTensor and whether all of it is asked for.
+    """
+    if getattr(DTensor.to_local, "_hp_mesh", False):
+        return
+    to_local, full_tensor = DTensor.to_local, DTensor.full_tensor
+
+    @functools.wraps(to_local)
+    def to_local_with_default(
+        self: DTensor, *, grad_placements: Sequence[Placement] | None = None
+    ) -> Tensor:
+        if grad_placements is None:
+            grad_placements = default_grad_placements(self, False)
+        return to_local(self, grad_placements=grad_placements)
+
+    @functools.wraps(full_tensor)
+    def full_tensor_with_default(
+        self: DTensor, *, grad_placements: Sequence[Placement] | None = None
+    ) -> Tensor:
+        if grad_placements is None:
+            grad_placements = default_grad_placements(self, True)
+        return full_tensor(self, grad_placements=grad_placements)
+
+    patched: Any = to_local_with_default
+    patched._hp_mesh = True
+    DTensor.to_local = to_local_with_default  # type: ignore[method-assign]
+    DTensor.full_tensor = full_tensor_with_default  # type: ignore[method-assign]
+
+
+def shard_offset(
+    shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and global offset of this rank's shard of a tensor of global ``shape``."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    local_shape, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple(local_shape), tuple(offset)
+
+
+# -- axes of a mesh -------------------------------------------------------------------------------
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that ``mesh`` was sliced, flattened or split from; itself if it was made."""
+    root: DeviceMesh = mesh._get_root_mesh()
+    return root
+
+
+def mesh_key(mesh: DeviceMesh) -> tuple[object, ...]:
+    """Return what tells apart the meshes derived from one root: two equal slices have one key."""
+    return (mesh._layout, mesh.mesh_dim_names)
+
+
+def mesh_cache(mesh: DeviceMesh) -> dict[object, Any]:
+    """Return a dict that lives as long as the root of ``mesh``, for meshes derived from it.
+
+    Slices are made anew by every ``mesh["cp"]``, and equal meshes may have other groups (or ended
+    ones), so neither the object nor its value can be the key of a cache.
+    """
+    cache: dict[object, Any] = root_mesh(mesh).__dict__.setdefault("_hp_mesh_cache", {})
+    return cache
+
+
+def mesh_replicas(mesh: DeviceMesh) -> Tensor:
+    """Return the ranks of ``mesh`` and of its sisters in the root mesh, ``[replicas, *shape]``."""
+    ranks: Tensor = mesh._layout.remap_to_tensor(mesh._rank_map)
+    return ranks
+
+
+def flattened_meshes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
+    """Return the 1-D meshes that were flattened from the root of ``mesh``, by name."""
+    return dict(root_mesh(mesh)._flatten_mapping)
+
+
+def rename_axes(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    """Return the same mesh with the same groups under other axis names."""
+    renamed = DeviceMesh(
+        mesh.device_type,
+        _layout=mesh._layout,
+        _rank_map=mesh._rank_map,
+        mesh_dim_names=tuple(names),
+        _root_mesh=root_mesh(mesh),
+        _init_backend=False,
+    )
+    renamed._dim_group_names = list(mesh._dim_group_names)
+    return renamed
+
+
+def flatten_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return a new 1-D mesh of all ranks of ``mesh``, known to its root under ``name``.
+
+    What `DeviceMesh._flatten` does, for meshes without names too. A collective: groups are made for
+    every sister of ``mesh`` in the root mesh, in one order.
+    """
+    root = root_mesh(mesh)
+    flat = DeviceMesh(
+        mesh.device_type,
+        _layout=type(mesh._layout)([mesh._layout.collapse()]),
+        _rank_map=mesh._rank_map,
+        mesh_dim_names=(name,),
+        _root_mesh=root,
+    )
+    root._flatten_mapping[name] = flat
+    return flat
+
+
+def split_axis(mesh: DeviceMesh, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """Cut the one axis of a named 1-D mesh into several, the last varying fastest.
+
+    A collective: groups are made for every sister of ``mesh`` in the root mesh, in one order.
+    """
+    split: DeviceMesh = mesh._unflatten(0, tuple(sizes), tuple(names))
+    return split
