@@ -1,0 +1,91 @@
+r"""Door to torch's private CPU flash kernel: causal attention of rows that start in mid-sequence.
+
+The kernel knows one causal rule (row 0 sees key 0), so rows ``[start, end)`` are computed as two
+blocks and merged by their log-sum-exp::
+
+    keys  0 .......... start .... end
+          [ prefix: all ][ \ diagonal ]
+
+The kernel's backward takes the log-sum-exp and output as arguments; fed with the merged ones it
+gives each block's share of the exact gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["causal_rows_attention"]
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def causal_rows_attention(
+    q: Tensor, k: Tensor, v: Tensor, start: int, scale: float | None
+) -> Tensor:
+    """Compute causal attention of the rows at global positions ``start``, ``start + 1``, ...
+
+    Args:
+        q: ``[B, H, Lq, D]``, unit stride in the last dim (the kernel reads it unchecked).
+        k: ``[B, Hkv, K, D]`` from global position 0, likewise.
+        v: ``[B, Hkv, K, D]``, likewise.
+        start: Global position of ``q``'s first row, ``0 < start``.
+        scale: Factor on the scores, ``1 / sqrt(D)`` for None.
+
+    Returns:
+        ``[B, H, Lq, D]``. Nothing of size ``Lq * K`` is allocated, forward or backward.
+    """
+    return cast(Tensor, _CausalRows.apply(q, k, v, start, scale))  # type: ignore[no-untyped-call]
+
+
+class _CausalRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float | None
+    ) -> Tensor:
+        prefix, diagonal = _blocks(start, start + q.shape[2], k.shape[2])
+        out, lse = _flash(q, k[:, :, prefix], v[:, :, prefix], 0.0, False, scale=scale)
+        if diagonal is not None:
+            # each row sees its own first key in both blocks: no empty row, whose lse would be 0
+            more, more_lse = _flash(q, k[:, :, diagonal], v[:, :, diagonal], 0.0, True, scale=scale)
+            merged = torch.logaddexp(lse, more_lse)
+            out = _weighted(out, lse, merged) + _weighted(more, more_lse, merged)
+            out, lse = out.to(q.dtype), merged
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.start, ctx.scale = start, scale
+        return cast(Tensor, out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        prefix, diagonal = _blocks(ctx.start, ctx.start + q.shape[2], k.shape[2])
+        if grad.stride(-1) != 1:
+            grad = grad.contiguous()
+        grad_q = torch.zeros_like(q)
+        grad_k, grad_v = k.new_zeros(k.shape), v.new_zeros(v.shape)
+        for keys, causal in ((prefix, False), (diagonal, True)):
+            if keys is None:
+                continue
+            dq, dk, dv = _flash_backward(
+                grad, q, k[:, :, keys], v[:, :, keys], out, lse, 0.0, causal, scale=ctx.scale
+            )
+            grad_q += dq
+            grad_k[:, :, keys] = dk
+            grad_v[:, :, keys] = dv
+        return grad_q, grad_k, grad_v, None, None
+
+
+def _blocks(start: int, end: int, keys: int) -> tuple[slice, slice | None]:
+    """Return the keys that all rows see, and those under the diagonal if there are any."""
+    if start >= keys:
+        return slice(0, keys), None
+    return slice(0, start), slice(start, min(end, keys))
+
+
+def _weighted(out: Tensor, lse: Tensor, merged: Tensor) -> Tensor:
+    return out * (lse - merged).exp().unsqueeze(-1)

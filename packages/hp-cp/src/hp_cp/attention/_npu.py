@@ -1,0 +1,58 @@
+"""Door to torch_npu's fused attention; torch_npu is imported on the first call, never before."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from typing import cast
+
+import torch
+from torch import Tensor
+
+__all__ = ["causal_attention", "compressed_causal_mask", "takes"]
+
+_COMPRESSED = 2048
+_LARGEST_HEAD_SIZE = 768
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def takes(q: Tensor, v: Tensor) -> bool:
+    """Whether the kernel's documented limits allow this call."""
+    return q.dtype in _DTYPES and q.shape[-1] == v.shape[-1] <= _LARGEST_HEAD_SIZE
+
+
+@functools.lru_cache(maxsize=8)
+def compressed_causal_mask(device: torch.device) -> Tensor:
+    """Return the ``[2048, 2048]`` mask, True above the diagonal, that modes 2, 3 and 4 expect."""
+    return torch.ones(_COMPRESSED, _COMPRESSED, dtype=torch.bool, device=device).triu_(1)
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout_p: float
+) -> Tensor:
+    """Compute bottom-right causal attention: the last row sees the last key.
+
+    Args:
+        q: ``[B, H, Lq, D]``.
+        k: ``[B, Hkv, K, D]``, cut to the causal prefix of the last row.
+        v: ``[B, Hkv, K, D]``.
+        scale: Factor on the scores; the kernel's own default is 1, ours ``1 / sqrt(D)``.
+        dropout_p: Probability of dropping a weight, drawn from the NPU's default generator.
+
+    Returns:
+        ``[B, H, Lq, D]``.
+    """
+    torch_npu = importlib.import_module("torch_npu")
+    result = torch_npu.npu_fusion_attention(
+        q,
+        k,
+        v,
+        q.shape[1],
+        "BNSD",
+        atten_mask=compressed_causal_mask(q.device),
+        scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        keep_prob=1.0 - dropout_p,
+        sparse_mode=3,
+    )
+    return cast(Tensor, result[0])
