@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from hp_mesh.testing import TOLERANCES
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
     [
@@ -114,6 +116,21 @@ def test_every_python_block_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_page_of_tolerances_is_the_table_that_assert_close_reads() -> None:
+    text = (ROOT / "docs" / "numerics.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| (\S+) \| (\S+) \| (\S+) \|$", text, re.MULTILINE)
+    kinds = ("forward", "grad", "loss")
+    written = {
+        row[0]: dict(zip(kinds, map(float, row[1:]), strict=True))
+        for row in rows
+        if row[0] not in ("dtype", "---")
+    }
+
+    table = {str(dtype).removeprefix("torch."): dict(row) for dtype, row in TOLERANCES.items()}
+
+    assert written == table
 
 
 def test_a_link_to_a_file_of_the_repository_leads_somewhere() -> None:
