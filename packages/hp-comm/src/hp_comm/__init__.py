@@ -9,11 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hp_comm.collectives import exchange_head_tail, gather_seq, head_to_seq, seq_to_head
-    from hp_comm.handle import Handle
     from hp_comm.agreement import preflight
-    from hp_comm.sequence import count_tokens, global_loss, unshard_sequence
+    from hp_comm.collectives import exchange_head_tail, gather_seq, head_to_seq, seq_to_head
     from hp_comm.counters import Traffic, TrafficRecord, traffic
+    from hp_comm.handle import Handle
+    from hp_comm.sequence import count_tokens, global_loss, unshard_sequence
 
 __all__ = [
     "Handle",

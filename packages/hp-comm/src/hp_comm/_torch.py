@@ -50,7 +50,7 @@ def _as_bytes(x: Tensor) -> Tensor:
 
 def all_to_all(
     output: Tensor,
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     output_sizes: Sequence[int] | None,
     input_sizes: Sequence[int] | None,
     group: ProcessGroup,
@@ -70,14 +70,14 @@ def all_to_all(
 
 def all_gather(
     output: Tensor, input: Tensor, group: ProcessGroup, *, async_op: bool
-) -> Work | None:  # noqa: A002
+) -> Work | None:
     """Gather flat dense buffers of one size on dim 0."""
     return _all_gather(_as_bytes(output), _as_bytes(input), group=group, async_op=async_op)
 
 
 def reduce_scatter(
     output: Tensor,
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     group: ProcessGroup,
     *,
     async_op: bool,
@@ -91,7 +91,7 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup) -> None:
     dist.all_reduce(x, op=dist.ReduceOp.SUM, group=group)
 
 
-def swap(output: Tensor, input: Tensor, peer: int, group: ProcessGroup) -> list[Work]:  # noqa: A002
+def swap(output: Tensor, input: Tensor, peer: int, group: ProcessGroup) -> list[Work]:
     """Start sending ``input`` to rank ``peer`` of ``group`` and receiving ``output`` from it.
 
     Wait for every work that comes back: gloo returns one per operation, HCCL one for the batch.

@@ -11,10 +11,10 @@ joined by a token, an empty tensor on which autograd travels::
 
 Autograd runs the newest ready node first. Of q, k and v that were launched one after the other and
 waited for later, backward so launches all three mirrored moves before it waits for the first, and
-the producers' gradients overlap with the transfers still under way. The token that runs backward is the
-token of the mirrored launch: the same two nodes, so second derivatives work as well. Gradients
-of several consumers are added by autograd in front of the wait node, those of several producers
-behind the launch node; no hook replaces any.
+the producers' gradients overlap with the transfers still under way. The token that runs backward
+is the token of the mirrored launch: the same two nodes, so second derivatives work as well.
+Gradients of several consumers are added by autograd in front of the wait node, those of several
+users of the input behind the launch node; no hook replaces any.
 
 Moves are linear: nothing is saved for backward, so a graph can be walked again and recomputed.
 """
@@ -35,6 +35,10 @@ __all__ = ["launch", "run"]
 T = TypeVar("T")
 
 
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    return cast(Any, function).apply(*args)
+
+
 def _needs_graph(xs: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
 
@@ -44,14 +48,14 @@ def _needed(flags: Sequence[bool]) -> tuple[int, ...]:
 
 
 def _remember(ctx: Any, outs: Sequence[Tensor], needed: Sequence[int]) -> None:
-    """Leave results without gradients out of backward, and keep what an absent gradient looks like."""
+    """Keep results without gradients out of backward, and know what an absent gradient is."""
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(out for t, out in enumerate(outs) if t not in needed))
     ctx.blanks = [(outs[t].shape, outs[t].dtype, outs[t].device) for t in needed]
 
 
 def _wanted(ctx: Any, grads: Sequence[Tensor | None], needed: Sequence[int]) -> list[Tensor]:
-    """Return the gradients to send; one that nobody asked for is zero, for the peers may need it."""
+    """Return the gradients to send; one that nobody had is zero: the peers take part in it."""
     return [
         torch.zeros((), dtype=dtype, device=device).expand(shape) if grad is None else grad
         for grad, (shape, dtype, device) in zip((grads[t] for t in needed), ctx.blanks, strict=True)
@@ -111,7 +115,7 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> tuple[Any, ...]:
         back, ctx.link.back = ctx.link.back, None
-        grads = _Wait.apply(back, token)
+        grads = _apply(_Wait, back, token)
         return None, *_spread(grads, ctx.link.needed, ctx.count)
 
 
@@ -127,7 +131,7 @@ class _Wait(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         link = ctx.link
         back = _Link(link.move.mirror(link.needed))
-        token = _Launch.apply(back, *_wanted(ctx, grads, link.needed))
+        token = _apply(_Launch, back, *_wanted(ctx, grads, link.needed))
         link.back = back
         return None, token
 
@@ -135,7 +139,7 @@ class _Wait(torch.autograd.Function):
 def run(move: Move, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Do ``move`` and return its results; differentiable."""
     if _needs_graph(xs):
-        return cast(tuple[Tensor, ...], _Run.apply(move, *xs))
+        return cast(tuple[Tensor, ...], _apply(_Run, move, *xs))
     return move.start(xs, overlap=False).finish()
 
 
@@ -145,5 +149,5 @@ def launch(move: Move, xs: Sequence[Tensor], form: Callable[[tuple[Tensor, ...]]
         pending = move.start(xs, overlap=True)
         return Handle(move.where, pending, lambda: form(pending.finish()))
     link = _Link(move)
-    token = _Launch.apply(link, *xs)
-    return Handle(move.where, link.pending, lambda: form(_Wait.apply(link, token)))
+    token = _apply(_Launch, link, *xs)
+    return Handle(move.where, link.pending, lambda: form(_apply(_Wait, link, token)))

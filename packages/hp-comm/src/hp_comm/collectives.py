@@ -25,7 +25,8 @@ from torch.distributed import ProcessGroup
 from hp_comm import _cuts as cuts
 from hp_comm.autograd import launch, run
 from hp_comm.handle import Handle
-from hp_comm.moves import Exchange, Gather, Move, Swap
+from hp_comm.moves import Move
+from hp_comm.transfers import Exchange, Gather, Swap
 from hp_mesh.window import mirror_rank
 
 __all__ = ["Heads", "exchange_head_tail", "gather_seq", "head_to_seq", "seq_to_head"]
@@ -215,8 +216,8 @@ def head_to_seq(
         seq_dim: Dim of ``x`` that holds the sequence.
         head_dim: Dim of ``x`` that holds the heads.
         lengths: Sequence lengths that the ranks get. Default: ``S / P`` each.
-        heads: Heads that each rank has, as in `seq_to_head`; each head on one rank. Default: as many
-            on every rank, in rank order.
+        heads: Heads that each rank has, as in `seq_to_head`; each head on one rank. Default: as
+            many on every rank, in rank order.
         async_op: Return a `Handle` and let the transfer overlap with what comes next.
 
     Returns:
@@ -335,11 +336,12 @@ def exchange_head_tail(
 
     Args:
         x: What this rank gives away, of one shape and dtype on all ranks.
-        group: The ``P`` ranks. With an odd ``P`` the middle rank is its own mirror and sends nothing.
+        group: The ``P`` ranks. With an odd ``P`` the middle rank is its own mirror: no send.
         async_op: Return a `Handle` and let the transfer overlap with what comes next.
 
     Returns:
-        The mirror's tensor, dense; ``x`` itself on a rank that is its own mirror. Backward is the same swap.
+        The mirror's tensor, dense; ``x`` itself on a rank that is its own mirror. Backward is the
+        same swap.
     """
     where = "exchange_head_tail"
     (one,) = _listed(where, x)

@@ -18,7 +18,8 @@ class Handle(Generic[T]):
     """What ``async_op=True`` returns: the collective runs, `wait` gives its result.
 
     The handle owns the buffers on the wire. Everything that touches the received data, layout
-    included, happens in `wait`, so nothing can read it too early. Handles may be waited for in any order.
+    included, happens in `wait`, so nothing can read it too early. Handles may be waited for in
+    any order.
     """
 
     def __init__(self, where: str, pending: Pending | None, result: Callable[[], T]) -> None:
@@ -26,6 +27,7 @@ class Handle(Generic[T]):
         self._pending = pending
         self._result: Callable[[], T] | None = result
         self._value: T | None = None
+        self._error: Exception | None = None
 
     @classmethod
     def ready(cls, where: str, value: T) -> Handle[T]:
@@ -35,17 +37,16 @@ class Handle(Generic[T]):
         return handle
 
     def wait(self) -> T:
-        """Return the finished result; a second call returns the same object."""
+        """Return the finished result; a second call returns the same object, or fails alike."""
+        if self._error is not None:
+            raise self._error
         if self._result is not None:
-            result, self._result = self._result, None
-            pending, self._pending = self._pending, None
+            result, self._result, self._pending = self._result, None, None
             try:
                 self._value = result()
-            except BaseException:
-                # a failed wait must fail again, not hand out None
-                self._result, self._pending = result, None
+            except Exception as error:
+                self._error = error
                 raise
-            del pending
         return cast(T, self._value)
 
     def done(self) -> bool:

@@ -51,8 +51,8 @@ def _triton(device_type: str) -> Kernels:
     extra = "hp-comm[npu]" if device_type == "npu" else "hp-comm[cuda]"
     if importlib.util.find_spec("triton") is None:
         raise ImportError(
-            "hp_comm.kernels: HP_KERNELS (triton) must name installed kernels, but triton cannot be "
-            f"imported; install {extra}"
+            "hp_comm.kernels: HP_KERNELS (triton) must name installed kernels, but triton cannot "
+            f"be imported; install {extra}"
             + ("" if device_type != "cpu" else " (hp-comm[npu] on Ascend)")
             + ", or use HP_KERNELS=reference"
         )

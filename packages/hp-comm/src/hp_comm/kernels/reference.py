@@ -1,9 +1,9 @@
 """Every kernel of the package in plain torch: the definition, and the path on a CPU.
 
 A *cut* says which slices of one dim of a tensor go to which rank: ``index[t][p]`` lists the
-positions on ``dims[t]`` of tensor ``t`` that rank ``p`` gets. It is written flat, because an operator's schema
-has no nested lists: ``counts`` holds ``P`` numbers per tensor, ``index`` all positions in the same
-order, or nothing when each tensor is cut into consecutive ranges::
+positions on ``dims[t]`` of tensor ``t`` that rank ``p`` gets. It is written flat, because an
+operator's schema has no nested lists: ``counts`` holds ``P`` numbers per tensor, ``index`` all
+positions in the same order, or nothing when each tensor is cut into consecutive ranges::
 
     q [B, S, 4, D], k [B, S, 2, D], P = 4     counts = 1 1 1 1   1 1 1 1
     KV heads repeated, not tiled              index  = 0 1 2 3   0 0 1 1
@@ -104,12 +104,13 @@ def _even_views(
     offset = 0
     for shape, dim in zip(shapes, dims, strict=True):
         piece = _with(shape, dim, shape[dim] // num_parts)
-        yield slabs[:, offset : offset + prod(piece)].unflatten(1, piece)
+        yield slabs[:, offset : offset + prod(piece)].view(num_parts, *piece)
         offset += prod(piece)
 
 
 def _split(x: Tensor, dim: int, num_parts: int) -> Tensor:
-    return x.unflatten(dim, (num_parts, -1)).movedim(dim, 0)  # [P, .., n/P, ..]
+    parted = (*x.shape[:dim], num_parts, x.shape[dim] // num_parts, *x.shape[dim + 1 :])
+    return x.view(parted).movedim(dim, 0)  # [P, .., n/P, ..]
 
 
 def pack(xs: list[Tensor], dims: list[int], counts: list[int], index: list[int]) -> Tensor:
@@ -122,7 +123,8 @@ def pack(xs: list[Tensor], dims: list[int], counts: list[int], index: list[int])
         index: Which positions, in the order of ``counts``; empty for consecutive ranges.
 
     Returns:
-        Flat dense buffer; rank ``p``'s part holds its slice of ``xs[0]``, of ``xs[1]``, and so on, each dense.
+        Flat dense buffer; rank ``p``'s part holds its slice of ``xs[0]``, of ``xs[1]``, and so on,
+        each dense.
     """
     num_parts = len(counts) // len(xs)
     shapes = [list(x.shape) for x in xs]

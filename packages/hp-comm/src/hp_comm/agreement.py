@@ -1,0 +1,151 @@
+"""Let the ranks compare a call before any data moves, so that a mistake is an error and not a hang.
+
+Every rank sends one header of fixed size: whether it has an error to report, a digest of the whole
+signature, and as much of its text as fits::
+
+    | status 1 | text length 2 | digest 16 | text 1005 |     bytes
+
+Whether the comparison runs follows from the call's index and ``HP_PREFLIGHT`` alone. It must never
+follow from what one rank has seen before: a rank that meets a new shape would then wait for peers
+that do not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hp_comm import _torch
+from hp_comm.counters import record
+from hp_mesh.checks import fail
+
+__all__ = ["HEADER_BYTES", "preflight"]
+
+HEADER_BYTES = 1024
+_TEXT_AT = 1 + 2 + 16
+_TEXT_BYTES = HEADER_BYTES - _TEXT_AT
+_MODES = ("always", "first", "off")
+_ABSENT = "absent"
+
+
+def preflight(
+    group: ProcessGroup,
+    where: str,
+    signature: Mapping[str, object],
+    *,
+    error: Exception | None = None,
+    call_index: int,
+) -> None:
+    """Raise the same ``ValueError`` on every rank if one has an error or the ranks disagree.
+
+    ``HP_PREFLIGHT=always|first|off`` says when ranks compare; ``first`` is the call with index 0.
+    Default: ``always`` on gloo, ``first`` elsewhere. It must be set alike on all ranks.
+
+    Args:
+        group: The ranks that must agree.
+        where: Who asks, as an error message begins.
+        signature: What must be the same on all ranks, by the name to show: shapes, dtypes, plan.
+        error: What is already wrong on this rank. The others learn of it in the same call.
+        call_index: How many calls of this boundary went before, counted alike on all ranks.
+
+    Raises:
+        ValueError: With one text on all ranks. If nothing is compared, ``error``, on this rank alone.
+    """
+    if not _runs(where, group, call_index):
+        if error is not None:
+            raise error
+        return
+    headers = _gather(group, _header(where, signature, error))
+    # one comparison of digests on the good path; texts are read only when they are needed
+    agreed = torch.equal(headers[:, :_TEXT_AT], headers[:1, :_TEXT_AT].expand(len(headers), -1))
+    if agreed and not int(headers[0, 0]):
+        return
+    raise ValueError(_verdict(where, [bytes(row) for row in headers.tolist()])) from error
+
+
+def _runs(where: str, group: ProcessGroup, call_index: int) -> bool:
+    mode = os.environ.get("HP_PREFLIGHT") or ("always" if _torch.is_plain_gloo(group) else "first")
+    if mode not in _MODES:
+        raise fail(where, f"HP_PREFLIGHT ({mode!r}) must be one of {', '.join(_MODES)}")
+    if _torch.group_size(group) == 1:
+        return False
+    return mode == "always" or (mode == "first" and call_index == 0)
+
+
+def _header(where: str, signature: Mapping[str, object], error: Exception | None) -> bytes:
+    if error is not None:
+        text = str(error) or type(error).__name__
+    else:
+        lines = {"call": where, **signature}
+        text = "\n".join(f"{name}={_flat(value)}" for name, value in lines.items())
+    encoded = text.encode()
+    cut = encoded[:_TEXT_BYTES]
+    status = bytes([error is not None])
+    digest = blake2b(encoded, digest_size=16).digest()
+    header = status + len(cut).to_bytes(2, "big") + digest + cut
+    return header.ljust(HEADER_BYTES, b"\0")
+
+
+def _flat(value: object) -> str:
+    return str(value).replace("\n", " ")
+
+
+def _gather(group: ProcessGroup, header: bytes) -> Tensor:
+    device, size = _torch.group_device(group), _torch.group_size(group)
+    mine = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)
+    headers = torch.empty(size * HEADER_BYTES, dtype=torch.uint8, device=device)
+    record("preflight", size, (size - 1) * HEADER_BYTES)
+    _torch.all_gather(headers, mine, group, async_op=False)
+    return headers.view(size, HEADER_BYTES).cpu()
+
+
+def _text(header: bytes) -> str:
+    length = int.from_bytes(header[1:3], "big")
+    return header[_TEXT_AT : _TEXT_AT + length].decode(errors="ignore")
+
+
+def _verdict(where: str, headers: Sequence[bytes]) -> str:
+    """Say what is wrong, from the headers alone: the same words on every rank."""
+    failed = {rank: _text(header) for rank, header in enumerate(headers) if header[0]}
+    if failed:
+        return _failures(failed, len(headers))
+    fields = [dict(_fields(_text(header))) for header in headers]
+    names = dict.fromkeys(name for one in fields for name in one)
+    differences = [
+        f"{name} must be the same on all ranks of the group, not {_by_rank(values)}"
+        for name in names
+        if len(set(values := [one.get(name, _ABSENT) for one in fields])) > 1
+    ]
+    if not differences:
+        differences = [f"signatures must be the same on all ranks (beyond {_TEXT_BYTES} bytes)"]
+    return f"{where}: " + "; ".join(differences)
+
+
+def _failures(failed: Mapping[int, str], size: int) -> str:
+    texts = dict.fromkeys(failed.values())
+    if len(texts) > 1:
+        return "; ".join(f"on {_ranks([r for r in failed if failed[r] == t])}: {t}" for t in texts)
+    (text,) = texts
+    return text if len(failed) == size else f"{text} (on {_ranks(list(failed))} of {size})"
+
+
+def _fields(text: str) -> list[tuple[str, str]]:
+    parts = (line.partition("=") for line in text.split("\n"))
+    return [(name, value) for name, _, value in parts]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _by_rank(values: Sequence[str]) -> str:
+    kinds = dict.fromkeys(values)
+    return " and ".join(
+        f"{kind} on {_ranks([r for r, value in enumerate(values) if value == kind])}"
+        for kind in kinds
+    )
