@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_cp.transformers.core import CoreAttention
-from hp_mesh.boundary import boundary_mesh
+from hp_mesh.boundary import boundary_of
 from hp_mesh.checks import require
 from hp_mesh.mesh import flatten_mesh
 
@@ -40,15 +40,15 @@ def cp_ranks(found: dict[str, CoreAttention], *, where: str) -> CpRanks | None:
     A layer left without a style would attend within its shard only, so all layers must have one,
     and all on the same ranks (their modes may differ).
     """
-    meshes = {name: boundary_mesh(core) for name, core in found.items()}
-    applied = {name: mesh for name, mesh in meshes.items() if mesh is not None}
+    boundaries = {name: boundary_of(core) for name, core in found.items()}
+    applied = {name: b.mesh for name, b in boundaries.items() if b is not None}
     if not applied:
         return None
-    bare = sorted(set(meshes) - set(applied))
+    bare = sorted(set(boundaries) - set(applied))
     require(
         not bare,
         where,
-        f"{len(bare)} of {len(meshes)} core_attention modules have no context-parallel style "
+        f"{len(bare)} of {len(found)} core_attention modules have no context-parallel style "
         f"({', '.join(bare[:3])}{', ...' if len(bare) > 3 else ''}) and every one must",
         "let the plan of parallelize_module match all layers",
     )

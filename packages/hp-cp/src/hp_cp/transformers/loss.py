@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hp_comm.sequence import global_loss
+from hp_comm import global_loss
 from hp_cp.transformers.call import KEYWORD, GlobalCall
 
 __all__ = ["GlobalCausalLoss"]
@@ -27,11 +27,12 @@ class GlobalCausalLoss:
     """A causal LM's ``loss_function`` that knows when its logits are a shard.
 
     Takes the loss function that the model had, which still serves calls without context
-    parallelism.
+    parallelism, and by how much the gradient reduction divides (see `add_core_attention`).
     """
 
-    def __init__(self, stock: LossFunction) -> None:
+    def __init__(self, stock: LossFunction, gradient_divisor: int = 1) -> None:
         self.stock = stock
+        self.gradient_divisor = gradient_divisor
 
     def __call__(
         self,
@@ -45,7 +46,7 @@ class GlobalCausalLoss:
     ) -> Tensor:
         """Return the loss of the whole sequence, the same value on every rank.
 
-        Its gradient is this rank's part: gradients of parameters are summed over the CP ranks.
+        Its gradient is this rank's part, times ``gradient_divisor``.
 
         Args:
             logits: ``[B, S/P, V]``. The loss is computed in float32 at least.
@@ -81,6 +82,13 @@ class GlobalCausalLoss:
         token_losses = F.cross_entropy(
             wide.reshape(-1, vocab_size), targets, ignore_index=ignore_index, reduction="none"
         )
+        total = num_items_in_batch
+        if total is not None:
+            total = torch.as_tensor(total, device=logits.device)
         return global_loss(
-            token_losses, targets != ignore_index, call.group, total=num_items_in_batch
+            token_losses,
+            call.group,
+            weights=targets != ignore_index,
+            total=total,
+            gradient_divisor=self.gradient_divisor,
         )

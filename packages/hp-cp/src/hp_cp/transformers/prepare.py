@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from hp_cp.transformers.call import enter_model
 from hp_cp.transformers.core import IMPLEMENTATIONS, PREFIX, CoreAttention
 from hp_cp.transformers.loss import GlobalCausalLoss
-from hp_mesh.checks import fail, require
+from hp_mesh.checks import fail, require, require_positive
 
 __all__ = ["add_core_attention", "remove_core_attention"]
 
@@ -21,7 +21,7 @@ _HANDLES = "_hp_cp_handles"
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-def add_core_attention(model: Model) -> Model:
+def add_core_attention(model: Model, *, gradient_divisor: int = 1) -> Model:
     """Give each attention layer of ``model`` a ``core_attention`` submodule, in place.
 
     The submodule takes q, k, v as ``[B, H, S, D]`` after the rotary embedding, so that a
@@ -37,12 +37,16 @@ def add_core_attention(model: Model) -> Model:
       documents, kept apart across shards;
     - takes ``attention_mask`` as this rank's shard or whole, 2-D, or as a 4-D mask over all keys;
     - returns with ``labels`` (this rank's shard or whole) or ``shift_labels`` the loss of the whole
-      sequence; its gradients are this rank's part, so they are summed over the CP ranks;
+      sequence; its gradients are this rank's part of it, so their *sum* over the CP ranks is the
+      gradient of the loss;
     - refuses a KV cache, ``output_attentions`` and ``logits_to_keep``.
 
     Args:
         model: A decoder of transformers, with or without its causal LM head, with the ``sdpa`` or
             ``eager`` attention implementation.
+        gradient_divisor: By how much the reduction of gradients divides their sum over the CP
+            ranks: 1 if gradients are summed, the CP size if FSDP or DDP average them over a mesh
+            that contains the CP ranks.
 
     Returns:
         The same model. A second call changes nothing.
@@ -52,6 +56,7 @@ def add_core_attention(model: Model) -> Model:
             f"{_WHERE}: model ({type(model).__name__}) must be a transformers PreTrainedModel; "
             "pass the model that AutoModelForCausalLM returned, before wrapping it"
         )
+    require_positive(_WHERE, "gradient_divisor", gradient_divisor)
     if hasattr(model, _HANDLES):
         return model
     name = _check_implementation(model)
@@ -68,7 +73,7 @@ def add_core_attention(model: Model) -> Model:
         m.register_forward_pre_hook(enter_model, with_kwargs=True) for m in entered
     ]
     if model is not model.base_model:
-        model.loss_function = GlobalCausalLoss(model.loss_function)
+        model.loss_function = GlobalCausalLoss(model.loss_function, gradient_divisor)
     setattr(model, _HANDLES, handles)
     return model
 
