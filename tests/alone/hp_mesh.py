@@ -12,7 +12,7 @@ def cut_and_reduce(rank: int) -> tuple[int, list[int]]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
     flat = flatten_mesh(mesh["dp", "cp"], mesh_dim_name="fsdp")
     tokens = torch.arange(12).view(1, 12)
-    (local,) = shard_sequence([tokens], mesh["cp"], seq_dim=1)
+    local = shard_sequence(tokens, mesh["cp"], seq_dim=1)
     return flat.size(), local.flatten().tolist()
 
 
