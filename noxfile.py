@@ -84,7 +84,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
-    """Search a configuration, train a small Llama with it on 4 CPU ranks, compare with one process."""
+    """Search a configuration, train a small Llama with it on 4 CPU ranks, compare with one rank."""
     args = ("benchmarks/demo.py", *session.posargs)
     session.run(workspace(session), *args, external=True, env=RANKS_ENV)
 
@@ -149,7 +149,7 @@ def closure(package: str) -> list[str]:
 @nox.session(default=False, venv_backend="virtualenv", reuse_venv=False)
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def alone(session: nox.Session, package: str) -> None:
-    """Install one package from wheels into a fresh environment with a CPU torch, and use it there."""
+    """Install one package from wheels into a fresh environment beside a CPU torch, and use it."""
     session.install("pip")
     wheels = build_wheels(session)
     session.install(TORCH)
