@@ -219,3 +219,11 @@ def split_axis(mesh: DeviceMesh, sizes: Sequence[int], names: Sequence[str]) -> 
     """
     split: DeviceMesh = mesh._unflatten(0, tuple(sizes), tuple(names))
     return split
+
+
+def current_mesh() -> DeviceMesh:
+    """Return the mesh of the innermost ``with mesh:`` block; RuntimeError if there is none."""
+    from torch.distributed.device_mesh import _mesh_resources
+
+    mesh: DeviceMesh = _mesh_resources.get_current_mesh()
+    return mesh

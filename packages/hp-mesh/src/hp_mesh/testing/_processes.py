@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from hp_mesh.checks import fail
 from hp_mesh.testing._outcome import Outcome
@@ -71,7 +72,7 @@ class RankProcesses:
     def __init__(self, size: int, *, group_timeout: float, start_timeout: float = 120.0) -> None:
         self.size = size
         # bound to port 0: the free port is found and taken in one step
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         key = secrets.token_bytes(16)
         deadline = time.monotonic() + start_timeout
         env = {"OMP_NUM_THREADS": "1", **os.environ, "HP_RANKS_KEY": key.hex()}
@@ -179,7 +180,7 @@ def serve() -> None:
     torch.set_num_threads(1)
 
     def start() -> None:
-        store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
+        store = TCPStore("127.0.0.1", store_port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=seconds)
 
     connection.send_bytes(_pack(Outcome.of(start)))

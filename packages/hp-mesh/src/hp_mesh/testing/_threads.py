@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -46,7 +48,7 @@ def _thread_local_world() -> None:
             )
         distributed_c10d._world = ThreadLocalWorld()  # type: ignore[assignment]
         # group names repeat in every thread ("0", "1", ...), so their registry must be per thread
-        torch._C._distributed_c10d._set_thread_isolation_mode(True)
+        c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
         _tell_meshes_of_threads_apart()
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -81,7 +83,7 @@ class RankThreads:
         _thread_local_world()
         self.size = size
         self._group_timeout = datetime.timedelta(seconds=group_timeout)
-        self._store = dist.HashStore()
+        self._store = HashStore()
         self._done: queue.SimpleQueue[tuple[int, int, Outcome]] = queue.SimpleQueue()
         self._inbox: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(size)]
         self._call = 0

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -108,7 +109,7 @@ class Collective:
     ranks: tuple[int, ...] = ()
 
 
-class count_collectives(TorchDispatchMode):
+class count_collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Record the collectives of the block; the object is also the context manager's value.
 
     Example::
@@ -120,7 +121,7 @@ class count_collectives(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.records: list[Collective] = []
 
     def count(self, kind: str | None = None) -> int:
@@ -171,7 +172,7 @@ def _group(args: Sequence[Any]) -> dist.ProcessGroup:
             return dist.ProcessGroup.unbox(arg)
         if isinstance(arg, dist.ProcessGroup):
             return arg
-    found: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(args[-1])
+    found: dist.ProcessGroup = _resolve_process_group(args[-1])
     return found
 
 

@@ -67,7 +67,7 @@ def _poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return poisoned
 
 
-class peak_memory(TorchDispatchMode):
+class peak_memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Record the memory that operators in the block allocate in this thread, backward included.
 
     Counted are the storages of operators' results, while they live; what an operator uses inside
@@ -81,7 +81,7 @@ class peak_memory(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self.live = 0
         self.largest = 0
@@ -127,7 +127,7 @@ class peak_memory(TorchDispatchMode):
         self._seen[key] = weakref.ref(storage, gone)
 
 
-class largest_allocation(peak_memory):
+class largest_allocation(peak_memory):  # type: ignore[no-untyped-call]
     """`peak_memory`, under the name of what most tests ask: ``.largest``, the largest storage.
 
     Example::
