@@ -10,9 +10,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-__all__ = ["causal_attention", "compressed_causal_mask", "takes"]
+__all__ = ["COMPRESSED", "causal_attention", "compressed_causal_mask", "takes"]
 
-_COMPRESSED = 2048
+COMPRESSED = 2048
 _LARGEST_HEAD_SIZE = 768
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -25,7 +25,7 @@ def takes(q: Tensor, v: Tensor) -> bool:
 @functools.lru_cache(maxsize=8)
 def compressed_causal_mask(device: torch.device) -> Tensor:
     """Return the ``[2048, 2048]`` mask, True above the diagonal, that modes 2, 3 and 4 expect."""
-    return torch.ones(_COMPRESSED, _COMPRESSED, dtype=torch.bool, device=device).triu_(1)
+    return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=device).triu_(1)
 
 
 def causal_attention(

@@ -7,7 +7,7 @@ from torch import Tensor
 from hp_mesh.checks import fail
 from hp_mesh.window import AttentionWindow, Range
 
-__all__ = ["cut_mask", "cut_rows"]
+__all__ = ["cut_heads", "cut_mask", "cut_rows"]
 
 
 def cut_mask(
@@ -16,6 +16,7 @@ def cut_mask(
     *,
     heads: Range | None = None,
     num_heads: int | None = None,
+    name: str = "attn_mask",
     where: str = "scaled_dot_product_attention",
 ) -> Tensor:
     """Return the part of ``mask`` that belongs to this rank's query rows and heads, as a view.
@@ -27,6 +28,7 @@ def cut_mask(
         window: The rows and keys of this call.
         heads: This rank's query heads among ``num_heads``; None leaves the head dim alone.
         num_heads: Number of query heads of the whole tensor.
+        name: What the op calls its mask, for errors.
         where: Name of the op, for errors.
 
     Returns:
@@ -35,19 +37,19 @@ def cut_mask(
     if mask.ndim < 2:
         raise fail(
             where,
-            f"attn_mask (shape {list(mask.shape)}) must have at least 2 dims, rows and keys",
+            f"{name} (shape {list(mask.shape)}) must have at least 2 dims, rows and keys",
             f"reshape it to [1, {window.key_length}] if it masks keys",
         )
-    _check_keys(mask, window, where)
-    mask = cut_rows(mask, window, "attn_mask", where)
-    return cut_heads(mask, heads, num_heads, "attn_mask", where) if mask.ndim > 2 else mask
+    _check_keys(mask, window, name, where)
+    mask = cut_rows(mask, window, name, where)
+    return cut_heads(mask, heads, num_heads, name, where) if mask.ndim > 2 else mask
 
 
-def _check_keys(mask: Tensor, window: AttentionWindow, where: str) -> None:
+def _check_keys(mask: Tensor, window: AttentionWindow, name: str, where: str) -> None:
     if mask.shape[-1] not in (1, window.key_length):
         raise fail(
             where,
-            f"attn_mask (shape {list(mask.shape)}) must have {window.key_length} keys in its last "
+            f"{name} (shape {list(mask.shape)}) must have {window.key_length} keys in its last "
             f"dim, not {mask.shape[-1]}",
             f"build it for the whole sequence, [..., {window.global_length}, {window.key_length}]",
         )

@@ -1,0 +1,246 @@
+"""Rewrite the arguments of ``npu_fusion_attention`` for one rank's query rows; call no kernel.
+
+The kernel's sparse modes place their diagonal at a corner of the matrix that it is handed, and a
+rank's rows have other corners than the whole sequence. Keys that no local row sees are cut off, so
+that the bottom-right corner lies on the causal diagonal and mode 3 is right on every rank::
+
+    whole sequence, mode 2          rank 1 of 3: rows 2-3, keys cut to [0, 4), mode 3
+    x . . . . .
+    x x . . . .
+    x x x . . .                     x x x .
+    x x x x . .                     x x x x
+    x x x x x .
+    x x x x x x
+
+Three spellings of the kernel exist; versions 1 and 3 say ``pre_tockens``, version 2 ``pre_tokens``.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from hp_cp.attention._npu import COMPRESSED, compressed_causal_mask
+from hp_cp.attention.documents import cut_documents
+from hp_cp.attention.masks import cut_heads, cut_mask, cut_rows
+from hp_mesh.checks import fail, require
+from hp_mesh.window import AttentionWindow, Range
+
+__all__ = ["Version", "rewrite_fusion_attention"]
+
+Version = Literal[1, 2, 3]
+
+_SEQ_AND_HEAD_DIM: dict[str, tuple[int, int | None]] = {
+    "BSH": (1, None),
+    "SBH": (0, None),
+    "BSND": (1, 2),
+    "BNSD": (2, 1),
+    "TND": (0, 1),
+}
+_NO_LIMIT = 2**31 - 1
+_CAUSAL_MODES = (2, 3, 4)
+_EXPLICIT = "pass an explicit atten_mask for the whole sequence with sparse_mode=0"
+
+
+def rewrite_fusion_attention(
+    version: Version,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    head_num: int,
+    input_layout: str,
+    window: AttentionWindow,
+    kwargs: Mapping[str, Any],
+    *,
+    heads: Range | None = None,
+    num_heads: int | None = None,
+    where: str = "npu_fusion_attention",
+) -> tuple[Tensor, Tensor, Tensor, int, dict[str, Any]]:
+    """Return the arguments with which the kernel computes the window's rows of the global result.
+
+    Whether a call is refused depends on what all ranks see alike (modes, lengths, global shapes),
+    never on the rank's own rows, so that all ranks refuse together.
+
+    Args:
+        version: 1, 2 or 3: ``npu_fusion_attention``, ``_v2`` or ``_v3``.
+        q: This rank's rows and heads, in ``input_layout``.
+        k: All keys, this rank's heads.
+        v: Likewise.
+        head_num: As the user gave it.
+        input_layout: ``"BSH"``, ``"SBH"``, ``"BSND"``, ``"BNSD"`` or ``"TND"``.
+        window: The rows and keys of this call.
+        kwargs: The other arguments, by the name that ``version`` gives them.
+        heads: This rank's query heads among ``num_heads``, to cut per-head arguments.
+        num_heads: Number of query heads of the whole tensor.
+        where: Name of the op, for errors.
+
+    Returns:
+        ``(q, k, v, head_num, kwargs)``; ``k`` and ``v`` are views cut to the keys that are seen.
+    """
+    if input_layout not in _SEQ_AND_HEAD_DIM:
+        known = ", ".join(_SEQ_AND_HEAD_DIM)
+        raise fail(where, f"input_layout ({input_layout!r}) must be one of {known}")
+    seq_dim, head_dim = _SEQ_AND_HEAD_DIM[input_layout]
+    _check_rows(q, k, v, seq_dim, window, where)
+    args = dict(kwargs)
+    if head_dim is not None:
+        head_num = q.shape[head_dim]
+    elif heads is not None and head_num == num_heads:
+        head_num = heads[1] - heads[0]
+    _cut_per_head(args, heads, num_heads, where)
+    mode, mask = int(args.get("sparse_mode", 0)), args.get("atten_mask")
+    if mask is None and mode != 0:
+        _warn_mode_ignored(mode)
+    if window.query_length == window.global_length:
+        return q, k, v, head_num, args
+
+    _refuse_what_cannot_be_cut(args, mode, mask, where)
+    names = ("pre_tokens", "next_tokens") if version == 2 else ("pre_tockens", "next_tockens")
+    if input_layout == "TND":
+        band_ends_at_diagonal = mode != 4 or int(args.get(names[1], _NO_LIMIT)) <= 0
+        first, last = cut_documents(args, window, mode, band_ends_at_diagonal, where)
+        if mask is not None:
+            args["sparse_mode"] = 4 if mode == 4 else 3
+    else:
+        first, last = 0, _cut_dense(args, names, window, mode, where)
+    if mask is not None and mode in _CAUSAL_MODES:
+        args["atten_mask"] = _compressed(mask, q)
+    k, v = k.narrow(seq_dim, first, last - first), v.narrow(seq_dim, first, last - first)
+    if args.get("key_rope") is not None:
+        args["key_rope"] = args["key_rope"].narrow(seq_dim, first, last - first)
+    return q, k, v, head_num, args
+
+
+def _cut_dense(
+    args: dict[str, Any], names: tuple[str, str], window: AttentionWindow, mode: int, where: str
+) -> int:
+    """Rewrite mask, mode and tokens of a batched layout; return how many keys are kept."""
+    pre, after = (int(args.get(name, _NO_LIMIT)) for name in names)
+    last = window.key_length
+    if args.get("atten_mask") is not None:
+        if mode in _CAUSAL_MODES:
+            _check_causal_mask(args["atten_mask"], window, where)
+            band = _Band.of_mode(mode, window, pre, after)
+            last = band.last_key(window)
+            pre, after = band.tokens(window, last)
+            args["sparse_mode"] = 3 if (pre, after) == (_NO_LIMIT, 0) else 4
+            if args["sparse_mode"] == 4:
+                args.update(zip(names, (pre, after), strict=True))
+        else:
+            args["atten_mask"] = cut_mask(
+                args["atten_mask"], window, name="atten_mask", where=where
+            )
+            if mode == 0:  # here tokens count from the top-left corner, which moved down
+                start = window.query_start
+                moved = (_moved(pre, -start), _moved(after, start))
+                args.update({n: t for n, t in zip(names, moved, strict=True) if n in args})
+    if args.get("pse") is not None:
+        args["pse"] = cut_rows(args["pse"], window, "pse", where)[..., :last]
+    return last
+
+
+@dataclass(frozen=True, slots=True)
+class _Band:
+    """Row ``i`` of the sequence sees keys ``[i + low, i + high]``; None has no limit."""
+
+    low: int | None
+    high: int | None
+
+    @staticmethod
+    def of_mode(mode: int, window: AttentionWindow, pre: int, after: int) -> _Band:
+        corner = window.key_length - window.global_length  # bottom-right: last row, last key
+        if mode == 2:
+            return _Band(None, 0)
+        if mode == 3:
+            return _Band(None, corner)
+        return _Band(
+            None if pre >= _NO_LIMIT else corner - pre,
+            None if after >= _NO_LIMIT else corner + after,
+        )
+
+    def last_key(self, window: AttentionWindow) -> int:
+        """Return one past the last key that a local row sees, at least 1: no tensor is empty."""
+        if self.high is None:
+            return window.key_length
+        return max(1, min(window.key_length, window.query_end + self.high))
+
+    def tokens(self, window: AttentionWindow, last: int) -> tuple[int, int]:
+        """Return the tokens that describe the band from the cut matrix's bottom-right corner."""
+        shift = window.query_start - (last - window.query_length)
+        return (
+            _NO_LIMIT if self.low is None else -(self.low + shift),
+            _NO_LIMIT if self.high is None else self.high + shift,
+        )
+
+
+def _moved(tokens: int, by: int) -> int:
+    return tokens if tokens >= _NO_LIMIT else min(tokens + by, _NO_LIMIT)
+
+
+def _check_rows(
+    q: Tensor, k: Tensor, v: Tensor, dim: int, window: AttentionWindow, where: str
+) -> None:
+    for name, x, rows in (
+        ("query", q, window.query_length),
+        ("key", k, window.key_length),
+        ("value", v, window.key_length),
+    ):
+        require(
+            x.shape[dim] == rows,
+            where,
+            f"{name} (shape {list(x.shape)}) must have {rows} rows in dim {dim}",
+            "check input_layout against the tensors and the style's seq_dim",
+        )
+
+
+def _cut_per_head(
+    args: dict[str, Any], heads: Range | None, num_heads: int | None, where: str
+) -> None:
+    for name in ("atten_mask", "pse"):
+        if args.get(name) is not None and args[name].ndim > 2:
+            args[name] = cut_heads(args[name], heads, num_heads, name, where)
+    sink = args.get("sink")
+    if sink is not None and heads is not None and sink.shape[0] == num_heads:
+        args["sink"] = sink[heads[0] : heads[1]]
+
+
+def _refuse_what_cannot_be_cut(
+    args: Mapping[str, Any], mode: int, mask: Tensor | None, where: str
+) -> None:
+    if mask is not None and mode not in (0, 1, *_CAUSAL_MODES):
+        raise fail(where, f"sparse_mode ({mode}) must be 0 to 4 under context parallel", _EXPLICIT)
+    if args.get("dropout_mask") is not None:
+        raise fail(where, "dropout_mask must be None: its bits are packed", "use keep_prob")
+    pse_type = int(args.get("pse_type", 1))
+    if args.get("pse") is not None and pse_type not in (0, 1):
+        raise fail(where, f"pse_type ({pse_type}) must be 0 or 1", "pass pse with all its rows")
+
+
+def _is_compressed(mask: Tensor) -> bool:
+    return mask.shape[-2:] == (COMPRESSED, COMPRESSED)
+
+
+def _check_causal_mask(mask: Tensor, window: AttentionWindow, where: str) -> None:
+    """Accept the compressed mask, and the full causal one that many models build instead."""
+    if not _is_compressed(mask):
+        cut_mask(mask, window, name="atten_mask", where=where)
+
+
+def _compressed(mask: Tensor, q: Tensor) -> Tensor:
+    """Modes 2, 3 and 4 define the mask; the tensor is only the pattern that the kernel wants."""
+    return mask if _is_compressed(mask) else compressed_causal_mask(q.device)
+
+
+@functools.cache
+def _warn_mode_ignored(mode: int) -> None:
+    """Say once per mode what the kernel does in silence."""
+    warnings.warn(
+        f"npu_fusion_attention: sparse_mode ({mode}) has no effect without atten_mask, so every "
+        "row sees every key; pass the compressed 2048 x 2048 mask if it should be causal",
+        stacklevel=4,
+    )
