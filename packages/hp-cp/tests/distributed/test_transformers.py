@@ -39,7 +39,7 @@ IDS = torch.randint(0, 61, (B, S), generator=torch.Generator().manual_seed(1))
 CALLS = {
     "ids only": {},
     "padding": {"attention_mask": torch.tensor([[1] * 15 + [0] * 3, [1] * S])},
-    "packed": {"position_ids": torch.tensor([[*range(7), *range(11)]])},
+    "packed": {"position_ids": torch.tensor([[*range(7), *range(11)]]), "use_cache": False},
 }
 
 

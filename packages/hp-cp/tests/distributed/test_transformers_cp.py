@@ -134,7 +134,7 @@ def test_evaluation_without_gradients_gives_the_same_logits(tiny: Tiny, mode: st
 def test_gradient_checkpointing_changes_nothing(tiny: Tiny, mode: str, reentrant: bool) -> None:
     expected = single(tiny("mistral"))
     model = tiny("mistral")
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
     model.train()
 
     assert_equal_on_all_ranks(model, 2, mode, expected)

@@ -112,8 +112,8 @@ def _settle(model: PreTrainedModel, named: dict[str, Any], ranks: _mesh.CpRanks)
         shapes = _check(model, named, ranks, where)
     except ValueError as error:
         problem = error
-    index = getattr(model, "_hp_cp_calls", 0)
-    model._hp_cp_calls = index + 1
+    index: int = vars(model).get("_hp_cp_calls", 0)
+    vars(model)["_hp_cp_calls"] = index + 1
     preflight(ranks.group, where, shapes, error=problem, call_index=index)
 
     tokens = _tokens(named, where)
@@ -126,7 +126,7 @@ def _settle(model: PreTrainedModel, named: dict[str, Any], ranks: _mesh.CpRanks)
 
 
 def _tokens(named: dict[str, Any], where: str) -> Tensor:
-    tokens = named.get("input_ids")
+    tokens: Tensor | None = named.get("input_ids")
     if tokens is None:
         tokens = named.get("inputs_embeds")
     if tokens is None:
