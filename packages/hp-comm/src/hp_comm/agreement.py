@@ -54,7 +54,7 @@ def preflight(
         call_index: How many calls of this boundary went before, counted alike on all ranks.
 
     Raises:
-        ValueError: With one text on all ranks. If nothing is compared, ``error``, on this rank alone.
+        ValueError: With one text on all ranks. If nothing is compared, ``error``, only here.
     """
     if not _runs(where, group, call_index):
         if error is not None:
