@@ -32,12 +32,13 @@ class RankTimeout(TimeoutError):
 
 @dataclass(slots=True)
 class Outcome:
-    """The result or the exception of one rank, and when it came."""
+    """The result or the exception of one rank, and when it came; ``lost`` if the rank is."""
 
     value: Any = None
     error: BaseException | None = None
     text: str = ""
     time: float = field(default_factory=time.monotonic)
+    lost: bool = False
 
     @staticmethod
     def of(call: Callable[[], Any]) -> Outcome:
@@ -51,7 +52,7 @@ class Outcome:
     def hung(where: str) -> Outcome:
         """Describe a rank that has not answered; ``where`` is the stack it was seen in."""
         error = RankTimeout(f"no answer in time; last seen in:\n{where}")
-        return Outcome(error=error, text=str(error), time=float("inf"))
+        return Outcome(error=error, text=str(error), time=float("inf"), lost=True)
 
 
 def stack_of(thread_ident: int | None) -> str:

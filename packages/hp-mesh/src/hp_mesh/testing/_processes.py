@@ -7,6 +7,8 @@ import the test module by name, and loading it by path works both ways.
 from __future__ import annotations
 
 import contextlib
+import datetime
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -22,8 +24,9 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from hp_mesh.checks import fail
 from hp_mesh.testing._outcome import Outcome
@@ -71,6 +74,7 @@ class RankProcesses:
 
     def __init__(self, size: int, *, group_timeout: float, start_timeout: float = 120.0) -> None:
         self.size = size
+        self._generation = 0
         # bound to port 0: the free port is found and taken in one step
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         key = secrets.token_bytes(16)
@@ -108,10 +112,15 @@ class RankProcesses:
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], timeout: float
     ) -> list[Outcome]:
         """Run ``fn(rank, *args, **kwargs)`` in every process; one outcome a rank."""
-        message = pickle.dumps((locate(fn), list(sys.path), tuple(args), kwargs))
-        for connection in self._connections:
-            connection.send_bytes(message)
+        self._send((locate(fn), list(sys.path), tuple(args), kwargs))
         return self._collect(time.monotonic() + timeout, grace=3.0)
+
+    def _send(self, message: object) -> None:
+        packed = pickle.dumps(message)
+        for connection in self._connections:
+            # a process that has ended is noticed when its answer is read
+            with contextlib.suppress(OSError):
+                connection.send_bytes(packed)
 
     def _collect(self, deadline: float, *, grace: float) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
@@ -127,12 +136,21 @@ class RankProcesses:
                     outcomes[rank] = _unpack(connection.recv_bytes())
                 except (EOFError, OSError):
                     gone = RuntimeError(f"the process of rank {rank} ended")
-                    outcomes[rank] = Outcome(error=gone, text=str(gone))
+                    outcomes[rank] = Outcome(error=gone, text=str(gone), lost=True)
                 if outcomes[rank].error is not None:
                     deadline = min(deadline, time.monotonic() + grace)
         return [
             outcomes.get(rank) or Outcome.hung("(another process)") for rank in range(self.size)
         ]
+
+    def renew(self, outcomes: Sequence[Outcome]) -> bool:
+        """Give the processes a new group if all of them still answer; starting others is slow."""
+        if any(outcome.lost for outcome in outcomes):
+            return False
+        self._generation += 1
+        self._send(self._generation)
+        renewed = self._collect(time.monotonic() + 30.0, grace=30.0)
+        return all(outcome.error is None for outcome in renewed)
 
     def close(self) -> None:
         """End the processes: they are told by the closed connection, then killed."""
@@ -169,30 +187,31 @@ def _pack(outcome: Outcome) -> bytes:
 
 def serve() -> None:
     """Be one rank: join the group, then run what comes until the connection closes."""
-    import datetime
-
-    import torch
-
     rank, port, store_port, size = map(int, sys.argv[1:5])
-    seconds = datetime.timedelta(seconds=float(sys.argv[5]))
+    timeout = datetime.timedelta(seconds=float(sys.argv[5]))
     connection = Client(("127.0.0.1", port), authkey=bytes.fromhex(os.environ["HP_RANKS_KEY"]))
     connection.send(rank)
     torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", store_port, is_master=False)
 
-    def start() -> None:
-        store = TCPStore("127.0.0.1", store_port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=seconds)
+    def join(generation: int) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        names = PrefixStore(str(generation), store)
+        dist.init_process_group("gloo", store=names, rank=rank, world_size=size, timeout=timeout)
 
-    connection.send_bytes(_pack(Outcome.of(start)))
+    def answer(message: bytes) -> Any:
+        asked = pickle.loads(message)
+        if isinstance(asked, int):
+            return join(asked)
+        where, path, args, kwargs = asked
+        sys.path[:] = path
+        return load(*where)(rank, *args, **kwargs)
+
+    message = pickle.dumps(0)
     while True:
+        connection.send_bytes(_pack(Outcome.of(functools.partial(answer, message))))
         try:
             message = connection.recv_bytes()
         except (EOFError, OSError):
             return
-        connection.send_bytes(_pack(Outcome.of(lambda: _run(rank, message))))  # noqa: B023
-
-
-def _run(rank: int, message: bytes) -> Any:
-    where, path, args, kwargs = pickle.loads(message)
-    sys.path[:] = path
-    return load(*where)(rank, *args, **kwargs)

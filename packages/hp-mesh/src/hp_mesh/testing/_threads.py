@@ -109,6 +109,10 @@ class RankThreads:
             inbox.put((self._call, fn, args, kwargs))
         return self._collect(time.monotonic() + timeout, grace=3.0)
 
+    def renew(self, outcomes: Sequence[Outcome]) -> bool:
+        """Say that after an error new threads are needed; they start in milliseconds."""
+        return False
+
     def close(self) -> None:
         """Let the threads end: at once if they are idle, else when their call returns or fails."""
         self._call = -1

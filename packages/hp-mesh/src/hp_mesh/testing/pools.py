@@ -34,6 +34,7 @@ class _Ranks(Protocol):
     def call(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], timeout: float
     ) -> list[Outcome]: ...
+    def renew(self, outcomes: Sequence[Outcome]) -> bool: ...
     def close(self) -> None: ...
     def join(self, timeout: float) -> None: ...
 
@@ -94,8 +95,9 @@ class Pool:
         except BaseException:
             self.close()
             raise
-        if any(outcome.error is not None for outcome in outcomes):
-            # ranks may have stopped at different collectives: never reuse such a group
+        failed = any(outcome.error is not None for outcome in outcomes)
+        # ranks may have stopped at different collectives: never reuse such a group
+        if failed and not self._ranks.renew(outcomes):
             self.close()
         return outcomes
 
