@@ -1,0 +1,83 @@
+"""Choose how to parallelise attention over the sequence, and say why.
+
+``hp-tune search`` is the way in; a training script needs only `load`. Importing this package
+imports neither torch nor optuna.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hp_tune.cluster import Cluster, read_cluster
+    from hp_tune.cost import Prediction, predict
+    from hp_tune.engine import Result, search
+    from hp_tune.errors import (
+        NoConfigurationError,
+        PlanMismatchError,
+        PlanSchemaError,
+        StudyError,
+        TuneError,
+        UsageError,
+    )
+    from hp_tune.hf_config import model_from_config, read_model
+    from hp_tune.model import Attention, Model
+    from hp_tune.plan_file import Entry, PlanFile, load
+    from hp_tune.workload import Config, Workload
+
+__all__ = [
+    "Attention",
+    "Cluster",
+    "Config",
+    "Entry",
+    "Model",
+    "NoConfigurationError",
+    "PlanFile",
+    "PlanMismatchError",
+    "PlanSchemaError",
+    "Prediction",
+    "Result",
+    "StudyError",
+    "TuneError",
+    "UsageError",
+    "Workload",
+    "load",
+    "model_from_config",
+    "predict",
+    "read_cluster",
+    "read_model",
+    "search",
+]
+
+_HOMES = {
+    "hp_tune.cluster": ("Cluster", "read_cluster"),
+    "hp_tune.cost": ("Prediction", "predict"),
+    "hp_tune.errors": (
+        "NoConfigurationError",
+        "PlanMismatchError",
+        "PlanSchemaError",
+        "StudyError",
+        "TuneError",
+        "UsageError",
+    ),
+    "hp_tune.hf_config": ("model_from_config", "read_model"),
+    "hp_tune.model": ("Attention", "Model"),
+    "hp_tune.plan_file": ("Entry", "PlanFile", "load"),
+    "hp_tune.engine": ("Result", "search"),
+    "hp_tune.workload": ("Config", "Workload"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from its module at first use."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'hp_tune' has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,95 @@
+"""The ``hp-tune`` program: signals and exit codes; the commands are in `hp_tune.commands`.
+
+This file imports little, so that an early signal finds its handlers in place. Exit codes: 0 done;
+2 wrong use; 3 no valid configuration; 8 a study or plan that cannot be used; 130 and 143 after
+SIGINT and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+__all__ = ["main"]
+
+
+class _SignalledError(BaseException):
+    """Raised out of whatever runs when a signal asks to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run ``hp-tune`` and exit."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
+    try:
+        code = _run(given)
+        sys.stdout.flush()
+    except _SignalledError as stopped:
+        _ignore_further_signals()
+        name = signal.Signals(stopped.number).name
+        _say(given, 128 + stopped.number, "interrupted", f"stopped by {name}", _resume(given))
+        code = 128 + stopped.number
+    except BrokenPipeError:  # the reader of our output has gone, as in `hp-tune presets | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    import click
+
+    from hp_tune.commands import cli
+    from hp_tune.errors import TuneError
+
+    try:
+        cli.main(arguments, prog_name="hp-tune", standalone_mode=False)
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.ClickException as error:
+        if "--json" not in arguments and isinstance(error, click.UsageError):
+            error.show()
+        else:
+            _say(arguments, 2, "usage", error.format_message(), "")
+        return 2
+    except click.Abort:
+        return 130
+    except TuneError as error:
+        _say(arguments, error.exit_code, error.id, error.message, error.hint)
+        return error.exit_code
+    return 0
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise _SignalledError(number)
+
+
+def _ignore_further_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _resume(arguments: list[str]) -> str:
+    import shlex
+
+    if arguments[:1] != ["search"]:
+        return ""
+    return f"nothing recorded is lost; resume with: {shlex.join(['hp-tune', *arguments])}"
+
+
+def _say(arguments: list[str], code: int, name: str, message: str, hint: str) -> None:
+    """Write one error to stderr, as an object if the output is JSON."""
+    if "--json" in arguments:
+        text = json.dumps({"code": code, "id": name, "message": message, "hint": hint})
+    else:
+        text = f"hp-tune: {message}" + (f"\n  {hint}" if hint else "")
+    print(text, file=sys.stderr)

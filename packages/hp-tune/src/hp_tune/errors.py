@@ -1,0 +1,67 @@
+"""What can go wrong, each with its exit code, so that the command line only has to print it."""
+
+from __future__ import annotations
+
+__all__ = [
+    "NoConfigurationError",
+    "PlanMismatchError",
+    "PlanSchemaError",
+    "StudyError",
+    "TuneError",
+    "UsageError",
+]
+
+
+class TuneError(ValueError):
+    """An error that the user can act on.
+
+    Attributes:
+        exit_code: What ``hp-tune`` exits with.
+        id: A stable word for scripts, as in ``--json`` errors.
+        hint: The way out, one sentence, or empty.
+    """
+
+    exit_code = 2
+    id = "error"
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.hint}" if self.hint else self.message
+
+
+class UsageError(TuneError):
+    """An option, a model description or a cluster description is wrong."""
+
+    id = "usage"
+
+
+class NoConfigurationError(TuneError):
+    """Every point of the space is rejected."""
+
+    exit_code = 3
+    id = "no-configuration"
+
+
+class StudyError(TuneError):
+    """The study file belongs to another search, is locked, unreadable or broken."""
+
+    exit_code = 8
+    id = "study"
+
+
+class PlanSchemaError(TuneError):
+    """A plan file is not one, or was changed by hand."""
+
+    exit_code = 8
+    id = "plan-schema"
+
+
+class PlanMismatchError(TuneError):
+    """A plan is asked about something that it was not made for."""
+
+    exit_code = 8
+    id = "plan-mismatch"

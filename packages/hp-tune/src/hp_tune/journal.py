@@ -1,0 +1,130 @@
+"""One writer at a time on a study file, and its repair after a crash.
+
+The lock is the kernel's (``flock``): it ends with its process, however that ends, so no stale lock
+is left to wait for. Optuna's own link lock is taken too, for writers that know only that one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hp_tune.errors import StudyError
+
+if TYPE_CHECKING:
+    from optuna.storages import JournalStorage
+
+__all__ = ["locked", "open_storage", "repair_tail"]
+
+FIRST_BYTES = b'{"op_code"'
+LINK_GRACE_SECONDS = 3
+"""Optuna's link lock of a killed writer is broken after this; an append takes milliseconds."""
+
+
+@contextmanager
+def locked(
+    path: Path, *, timeout: float = 60.0, tell: Callable[[str], None] = lambda _: None
+) -> Iterator[None]:
+    """Hold the only right to write ``path``; raise `StudyError` after ``timeout`` seconds."""
+    lock_path = path.with_name(path.name + ".flock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise StudyError(
+            f"study {path} cannot be written: {error.strerror}", "name another place with --study"
+        ) from None
+    try:
+        _wait(descriptor, path, timeout, tell)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _wait(descriptor: int, path: Path, timeout: float, tell: Callable[[str], None]) -> None:
+    start, told = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waited = time.monotonic() - start
+            owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            if waited > timeout:
+                raise StudyError(
+                    f"study {path} has been locked by process {owner} for {waited:.0f} s",
+                    "wait for that search to end, or use another --study",
+                ) from None
+            if waited > 2 and not told:
+                tell(f"waiting for process {owner}, which writes {path}")
+                told = True
+            time.sleep(0.02)
+        else:
+            return
+
+
+def repair_tail(path: Path) -> int:
+    """Cut off a last line that was not written to its end; return the bytes that were dropped.
+
+    Call it with the lock held. A file that is broken anywhere else, or that never was a journal,
+    is left as it is and refused.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise StudyError(f"study {path} cannot be read: {error.strerror}") from None
+    good = 0
+    lines = content.splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        if _is_record(line):
+            good += len(line)
+            continue
+        if number < len(lines):
+            raise StudyError(
+                f"study {path} is broken in line {number} of {len(lines)}, not only at its end",
+                "start a new one with --study, or restore the file",
+            )
+        if number == 1 and not (line.startswith(FIRST_BYTES) or FIRST_BYTES.startswith(line)):
+            raise StudyError(f"{path} is not an Optuna journal", "name another file with --study")
+    dropped = len(content) - good
+    with path.open("r+b") as file:
+        file.truncate(good)
+        if good and not content[:good].endswith(b"\n"):
+            file.seek(good)
+            file.write(b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return dropped
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(record, dict) and "op_code" in record
+
+
+def open_storage(path: Path) -> JournalStorage:
+    """Return Optuna's storage on ``path``; readers need no lock, the file only grows."""
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    lock = JournalFileSymlinkLock(str(path), grace_period=LINK_GRACE_SECONDS)
+    try:
+        return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+    except (ValueError, KeyError) as error:
+        raise StudyError(f"study {path} is not an Optuna journal: {error}") from None
+    except OSError as error:
+        raise StudyError(f"study {path} cannot be opened: {error.strerror}") from None

@@ -1,0 +1,218 @@
+"""``plan.json``: the answer of a search as a file that a training script loads.
+
+No torch, no optuna and no code from the file: loading is a JSON parse and a digest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hp_cp.plan import Plan, make_plan
+from hp_tune.errors import PlanMismatchError, PlanSchemaError, UsageError
+from hp_tune.files import load_json, sha256
+from hp_tune.workload import LAYOUT_DIMS, Config, Workload
+
+if TYPE_CHECKING:
+    from hp_cp import ContextParallel
+
+__all__ = ["Entry", "PlanFile", "PricedConfig", "RejectedConfig", "When", "load", "seal", "write"]
+
+SCHEMA: Literal["hp-tune/plan/1"] = "hp-tune/plan/1"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+
+class When(_Strict):
+    """What an entry was made for.
+
+    Attributes:
+        world_size: All ranks. A multiple of ``cp_size * tp_size`` is accepted too: more data
+            replicas change nothing that the choice depends on.
+        seq_len: The length that was priced.
+        seq: Lengths that the entry serves, both ends included: half to twice ``seq_len``.
+    """
+
+    world_size: int
+    cp_size: int
+    tp_size: int
+    seq_len: int
+    seq: tuple[int, int]
+
+
+class PricedConfig(_Strict):
+    """A valid configuration with what it was predicted to cost per micro-batch."""
+
+    config: Config
+    mode: str
+    forward_ms: float
+    backward_ms: float
+    exposed_comm_ms: float
+    imbalance: float
+    bytes_sent: dict[str, int]
+    memory_GiB: float
+    vs_best: float = 1.0
+    source: Literal["analytic", "measured"] = "analytic"
+
+
+class RejectedConfig(_Strict):
+    """A configuration that is not valid, with the rule, its numbers and the way out."""
+
+    config: Config
+    rule: str
+    message: str
+    numbers: dict[str, Any]
+    hint: str
+
+
+class Entry(_Strict):
+    """One answer: the configuration for some lengths and a number of ranks."""
+
+    when: When
+    best: PricedConfig
+    layout: Literal["BSND", "BNSD", "SBND", "TND"]
+    margin: float | None = None
+    alternatives: tuple[PricedConfig, ...] = ()
+    rejected: tuple[RejectedConfig, ...] = ()
+
+    @property
+    def plan(self) -> Plan:
+        """The `hp_cp` plan of the chosen configuration."""
+        config = self.best.config
+        return make_plan(self.when.cp_size, config.ulysses_degree, config.load_balance)
+
+    def style_kwargs(self, **overrides: Any) -> dict[str, Any]:
+        """Return the arguments of the style's constructor; ``overrides`` win."""
+        seq_dim, head_dim = LAYOUT_DIMS[self.layout]
+        return {
+            "seq_dim": seq_dim,
+            "head_dim": head_dim,
+            "ulysses_degree": self.best.config.ulysses_degree,
+            "load_balance": self.best.config.load_balance,
+            **overrides,
+        }
+
+    def style(self, **overrides: Any) -> ContextParallel:
+        """Return the style object to apply; the only call here that imports torch."""
+        import hp_cp
+
+        name = "AsyncContextParallel" if self.best.config.overlap else "ContextParallel"
+        style: ContextParallel = getattr(hp_cp, name)(**self.style_kwargs(**overrides))
+        return style
+
+
+class PlanFile(_Strict):
+    """The content of a ``plan.json``.
+
+    Attributes:
+        digest: sha256 of everything else; equal digests on all ranks mean equal plans.
+    """
+
+    schema_: Literal["hp-tune/plan/1"] = Field(default=SCHEMA, alias="schema")
+    cost_model: int
+    model: dict[str, Any]
+    cluster: dict[str, Any]
+    workload: Workload
+    notes: tuple[str, ...] = ()
+    entries: tuple[Entry, ...] = Field(min_length=1)
+    digest: str = ""
+
+    def content(self) -> dict[str, Any]:
+        """Return the file's JSON object without its digest."""
+        content = self.model_dump(mode="json", by_alias=True)
+        del content["digest"]
+        return content
+
+    def select(self, *, seq_len: int, world_size: int, extrapolate: bool = False) -> Entry:
+        """Return the entry for a length and a number of ranks.
+
+        Among the entries that serve ``world_size`` the one nearest in length (by ratio) is taken.
+
+        Args:
+            seq_len: Global sequence length.
+            world_size: All ranks of the job.
+            extrapolate: Take the nearest entry even outside the lengths that it serves.
+
+        Raises:
+            PlanMismatchError: Nothing fits; the message says what the plan was made for.
+        """
+        fitting = [
+            entry
+            for entry in self.entries
+            if world_size % (entry.when.cp_size * entry.when.tp_size) == 0
+        ]
+        if not fitting:
+            made_for = sorted({(e.when.cp_size, e.when.tp_size) for e in self.entries})
+            raise PlanMismatchError(
+                f"world_size ({world_size}) must be a multiple of cp_size x tp_size of the plan "
+                f"({', '.join(f'{cp} x {tp}' for cp, tp in made_for)})",
+                "run `hp-tune search` for this number of ranks",
+            )
+        entry = min(fitting, key=lambda e: abs(math.log(seq_len / e.when.seq_len)))
+        low, high = entry.when.seq
+        if not (extrapolate or low <= seq_len <= high):
+            raise PlanMismatchError(
+                f"seq_len ({seq_len}) must be in [{low}, {high}], the nearest lengths of the plan",
+                "run `hp-tune search` for this length, or pass extrapolate=True",
+            )
+        try:
+            entry.plan.split_length(seq_len, "plan")
+        except ValueError as error:
+            raise PlanMismatchError(str(error)) from None
+        return entry
+
+
+def write(plan: PlanFile, path: Path) -> None:
+    """Write ``plan`` to ``path`` as one step: a reader sees the old file or the new one."""
+    text = json.dumps({**plan.content(), "digest": plan.digest}, indent=1, sort_keys=True) + "\n"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UsageError(
+            f"--out {path} cannot be written: {error.strerror}", "name another place with --out"
+        ) from None
+
+
+def seal(plan: PlanFile) -> PlanFile:
+    """Return ``plan`` with its digest."""
+    return plan.model_copy(update={"digest": sha256(plan.content())})
+
+
+def load(path: str | Path) -> PlanFile:
+    """Return the plan in ``path``.
+
+    Raises:
+        PlanSchemaError: It is missing, not a plan, or was changed since it was written.
+    """
+    path = Path(path)
+    try:
+        data = load_json(path)
+    except UsageError as error:
+        raise PlanSchemaError(error.message, "write one with `hp-tune search --out`") from None
+    if data.get("schema") != SCHEMA:
+        raise PlanSchemaError(
+            f"{path}: schema ({data.get('schema')!r}) must be {SCHEMA!r}",
+            "write it again with this hp-tune",
+        )
+    try:
+        plan = PlanFile.model_validate(data)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"]))
+        raise PlanSchemaError(f"{path}: {key}: {problem['msg']}") from None
+    if plan.digest != sha256(plan.content()):
+        raise PlanSchemaError(
+            f"{path}: its digest does not match its content: it was changed after it was written",
+            "write it again with `hp-tune search --out`",
+        )
+    return plan

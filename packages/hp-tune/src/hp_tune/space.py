@@ -1,0 +1,179 @@
+"""Which configurations exist, and why one is not valid.
+
+`hp_cp.plan` says what is valid; this file only asks it, rule by rule, and keeps which rule it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hp_cp.plan import Plan, make_plan
+from hp_mesh.checks import divisors
+from hp_tune.cluster import Cluster
+from hp_tune.memory import GIB, memory_use
+from hp_tune.model import Model
+from hp_tune.workload import Config, Workload
+
+__all__ = ["Duplicate", "Rejection", "async_available", "check", "enumerate_space"]
+
+INT32 = 2**31
+ASKED = "search"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Why a configuration is not valid.
+
+    Attributes:
+        rule: A stable id, ``V01`` and so on.
+        message: The broken rule with its numbers.
+        numbers: Those numbers by name.
+        hint: The way out.
+    """
+
+    rule: str
+    message: str
+    numbers: dict[str, Any]
+    hint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicate:
+    """A spelling that runs exactly as another point does."""
+
+    config: Config
+    same_as: Config
+    reason: str
+
+
+def async_available() -> bool:
+    """Return whether this hp-cp has `AsyncContextParallel`, without importing anything of it."""
+    spec = find_spec("hp_cp")
+    folders = spec.submodule_search_locations if spec else None
+    return any((Path(folder) / "async_style.py").is_file() for folder in folders or ())
+
+
+def enumerate_space(
+    cp_size: int, *, overlap: bool | None = None
+) -> tuple[list[Config], list[Duplicate]]:
+    """Return every distinct configuration on ``cp_size`` ranks in a fixed order, and duplicates.
+
+    Args:
+        cp_size: Number of CP ranks.
+        overlap: Whether asynchronous exchanges exist; None asks the installed hp-cp.
+    """
+    overlap = async_available() if overlap is None else overlap
+    points: list[Config] = []
+    duplicates: list[Duplicate] = []
+    for u in divisors(cp_size):
+        for balance in (False, True):
+            for ahead in (False, True) if overlap else (False,):
+                config = Config(ulysses_degree=u, load_balance=balance, overlap=ahead)
+                same_as, reason = _canonical(config, cp_size)
+                if same_as == config:
+                    points.append(config)
+                else:
+                    duplicates.append(Duplicate(config, same_as, reason))
+    return points, duplicates
+
+
+def _canonical(config: Config, cp_size: int) -> tuple[Config, str]:
+    if cp_size == 1:
+        return Config(ulysses_degree=1), "one rank exchanges nothing"
+    if config.load_balance and config.overlap and config.ulysses_degree == 1:
+        same = config.model_copy(update={"overlap": False})
+        return same, "load_balance runs synchronously"
+    return config, ""
+
+
+def check(model: Model, cluster: Cluster, workload: Workload, config: Config) -> Plan | Rejection:
+    """Return the plan of a valid configuration, or the first rule that it breaks."""
+    rejection = _check_mesh(model, workload)
+    if rejection is not None:
+        return rejection
+    cp, u, tp = workload.cp_size, config.ulysses_degree, workload.tp_size
+    group = {"cp_size": cp, "ulysses_degree": u}
+    rule, numbers = "V02", group
+    try:
+        make_plan(cp, u, where=ASKED)
+        rule, numbers = "V05", {**group, "load_balance": config.load_balance}
+        plan = make_plan(cp, u, config.load_balance, where=ASKED)
+        rule = "V03"
+        for layer, _ in model.layer_groups:
+            if layer.kind != "linear":
+                heads, kv = layer.num_heads // tp, max(1, layer.num_kv_heads // tp)
+                numbers = {**group, "num_heads": heads, "num_kv_heads": kv, "tp_size": tp}
+                plan.heads(heads, kv, where=ASKED, tp_size=tp)
+        rule, numbers = "V01", {**group, "seq_len": workload.seq_len}
+        plan.split_length(workload.seq_len, ASKED)
+    except ValueError as error:
+        message, _, hint = str(error).removeprefix(f"{ASKED}: ").partition("; ")
+        return Rejection(rule, message, dict(numbers), hint)
+    return (
+        _check_index(model, workload, group)
+        or _check_memory(model, cluster, workload, config, group)
+        or plan
+    )
+
+
+def _check_mesh(model: Model, workload: Workload) -> Rejection | None:
+    world, tp, cp = workload.num_ranks, workload.tp_size, workload.cp_size
+    if world % (tp * cp):
+        return Rejection(
+            "V10",
+            f"world_size ({world}) must be divisible by tp_size x cp_size ({tp} x {cp})",
+            {"world_size": world, "tp_size": tp, "cp_size": cp},
+            f"use --world {-(-world // (tp * cp)) * tp * cp}",
+        )
+    for layer, _ in model.layer_groups:
+        heads, kv = layer.num_heads, layer.num_kv_heads
+        for name, count in (("num_heads", heads), ("num_kv_heads", kv)):
+            if count % tp and (name == "num_heads" or tp % count):
+                return Rejection(
+                    "V10",
+                    f"{name} ({count}) must be divisible by tp_size ({tp})",
+                    {name: count, "tp_size": tp},
+                    f"use --tp with one of {', '.join(map(str, divisors(count)))}",
+                )
+        if layer.index_topk is not None:
+            return Rejection(
+                "V08",
+                f"sparse attention (index_topk {layer.index_topk}) must use the styles of hp_dsa, "
+                "which this version does not price",
+                {"index_topk": layer.index_topk},
+                "apply hp_dsa's Colossal styles; they have no degree to choose",
+            )
+    return None
+
+
+def _check_index(model: Model, workload: Workload, numbers: dict[str, Any]) -> Rejection | None:
+    tokens = workload.batch * workload.seq_len // workload.cp_size
+    layer = max(model.layers, key=lambda a: a.num_heads * max(a.head_size, a.v_head_size))
+    size = layer.num_heads // workload.tp_size * max(layer.head_size, layer.v_head_size)
+    if tokens * size < INT32:
+        return None
+    return Rejection(
+        "V14",
+        f"q has {tokens * size} elements per rank and must have less than 2^31 for one exchange",
+        {**numbers, "elements": tokens * size, "limit": INT32},
+        "use a smaller batch, more CP ranks or more TP ranks",
+    )
+
+
+def _check_memory(
+    model: Model, cluster: Cluster, workload: Workload, config: Config, numbers: dict[str, Any]
+) -> Rejection | None:
+    use = memory_use(model, cluster, workload, config)
+    if use.fits:
+        return None
+    recompute = "" if workload.recompute else "--recompute on, "
+    return Rejection(
+        "V11",
+        f"memory ({use.total / GIB:.1f} GiB per rank) must be at most what the device has "
+        f"({use.capacity / GIB:.1f} GiB): {use.top()}",
+        {**numbers, "bytes": use.total, "capacity": use.capacity, "terms": dict(use.terms)},
+        f"use {recompute}more CP or TP ranks, a larger --world or a shorter sequence",
+    )

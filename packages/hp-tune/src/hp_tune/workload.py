@@ -1,0 +1,85 @@
+"""What is run: lengths, batch, parallel degrees, and what a configuration may choose."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["ELEMENT_SIZE", "LAYOUT_DIMS", "Config", "Dtype", "Layout", "Workload"]
+
+Dtype = Literal["bf16", "fp16", "fp32", "fp64"]
+Layout = Literal["BSND", "BNSD", "SBND", "TND"]
+
+ELEMENT_SIZE: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+LAYOUT_DIMS: dict[str, tuple[int, int]] = {
+    "BSND": (1, 2),
+    "BNSD": (2, 1),
+    "SBND": (0, 2),
+    "TND": (0, 1),
+}
+"""``(seq_dim, head_dim)`` of each layout."""
+
+
+class Workload(BaseModel):
+    """One micro-batch of training.
+
+    Attributes:
+        seq_len: Global sequence length, in tokens.
+        cp_size: Ranks that share one sequence.
+        tp_size: Ranks that share the heads; innermost in the mesh, next to each other.
+        world_size: All ranks, over which parameters and optimizer are sharded (FSDP). None when it
+            is not known: then these are not counted as memory.
+        batch: Sequences per CP group.
+        layout: Order of dims of q, k and v at the attention boundary.
+        causal: Whether a token sees only earlier ones; None takes the model's.
+        skips_masked: Whether the attention kernel leaves out blocks that are masked entirely.
+        recompute: Whether each layer's forward runs again in backward (activation checkpointing).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seq_len: int = Field(ge=1)
+    cp_size: int = Field(ge=1)
+    tp_size: int = Field(default=1, ge=1)
+    world_size: int | None = Field(default=None, ge=1)
+    batch: int = Field(default=1, ge=1)
+    dtype: Dtype = "bf16"
+    layout: Layout = "BSND"
+    causal: bool = True
+    skips_masked: bool = True
+    recompute: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks; without a world size, those of one CP x TP group."""
+        return self.world_size or self.cp_size * self.tp_size
+
+    @property
+    def element_size(self) -> int:
+        """Bytes of one element of q, k and v."""
+        return ELEMENT_SIZE[self.dtype]
+
+
+class Config(BaseModel):
+    """One point of the space: what a context-parallel style is constructed with.
+
+    Attributes:
+        ulysses_degree: As in `hp_cp.ContextParallel`, resolved (never None).
+        load_balance: As in `hp_cp.ContextParallel`.
+        overlap: `hp_cp.AsyncContextParallel` instead: q, k, v travel behind the projections.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ulysses_degree: int = Field(ge=1)
+    load_balance: bool = False
+    overlap: bool = False
+
+    def label(self, cp_size: int) -> str:
+        """Return a short name, such as ``hybrid u=2 async``."""
+        u = self.ulysses_degree
+        mode = "colossal" if u == 1 else "ulysses" if u == cp_size else "hybrid"
+        words = [mode, f"u={u}"]
+        words += ["load_balance"] * self.load_balance + ["async"] * self.overlap
+        return " ".join(words)
