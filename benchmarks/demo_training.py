@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import hp_tune
 from hp_comm import traffic
 from hp_cp import ContextParallel, init_device_mesh, parallelize_module
 from hp_cp.plan import make_plan
@@ -39,7 +40,9 @@ class Job:
         seq: Sequence length, in bytes of text.
         batch: Sequences a step.
         steps: Optimizer steps.
-        modes: Arguments of `ContextParallel`, by mode.
+        plan: What ``hp-tune search`` wrote.
+        chosen: The mode that it stands for; its style comes from the plan.
+        modes: Degree and balance, by mode.
     """
 
     model: str
@@ -48,6 +51,8 @@ class Job:
     seq: int
     batch: int
     steps: int
+    plan: str
+    chosen: str
     modes: dict[str, dict[str, Any]]
 
     def write(self, path: Path) -> Path:
@@ -99,13 +104,20 @@ def train_alone(job: Job) -> None:
     torch.save(steps, Path(job.out) / "reference.pt")
 
 
-def train_on_ranks(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
+def style_of(job: Job, mode: str, world_size: int) -> ContextParallel:
+    """Return the style of a mode: the plan's own for the chosen one."""
+    if mode == job.chosen:
+        return hp_tune.load(job.plan).select(seq_len=job.seq, world_size=world_size).style()
+    return ContextParallel(seq_dim=2, head_dim=1, **job.modes[mode])
+
+
+def train_on_ranks(job: Job, mode: str) -> dict[str, Any]:
     """Train with one mode; return losses, traffic a step, and the difference to the reference."""
     size, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
     model = add_core_attention(new_model(job))
-    style = ContextParallel(seq_dim=2, head_dim=1, **arguments)
-    parallelize_module(model, mesh["cp"], {"model.layers.*.self_attn.core_attention": style})
+    plan = {"model.layers.*.self_attn.core_attention": style_of(job, mode, size)}
+    parallelize_module(model, mesh["cp"], plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     reference = torch.load(Path(job.out) / "reference.pt", weights_only=True)
 
@@ -133,7 +145,7 @@ def train_on_ranks(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
         "reference_losses": [step["loss"] for step in reference],
         "gradient_difference": grad_difference,
         "measured": measured,
-        "predicted": predicted(model.config, job, arguments, size, rank),
+        "predicted": predicted(model.config, job, job.modes[mode], size, rank),
     }
 
 
@@ -167,7 +179,7 @@ def main() -> None:
         train_alone(job)
         return
     dist.init_process_group("gloo")
-    found = {mode: train_on_ranks(job, arguments) for mode, arguments in job.modes.items()}
+    found = {mode: train_on_ranks(job, mode) for mode in job.modes}
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, found)
     if dist.get_rank() == 0:
