@@ -61,9 +61,10 @@ def parallelize_module(
     targets = []
     for key, style in parallelize_plan.items():
         if not isinstance(style, ParallelStyle):
+            given = f"class {style.__name__}" if isinstance(style, type) else repr(style)
             raise TypeError(
-                f"{WHERE}: parallelize_plan[{key!r}] ({type(style).__name__}) must be a "
-                "ParallelStyle object" + ("; call it" if isinstance(style, type) else "")
+                f"{WHERE}: parallelize_plan[{key!r}] ({given}) must be a ParallelStyle object"
+                + (f"; use {style.__name__}(...)" if isinstance(style, type) else "")
             )
         _check_mesh(style, mesh)
         found = matching_modules(module, key)

@@ -64,9 +64,7 @@ def shard_sequence(
     dim = _seq_dim("shard_sequence", x, seq_dim)
     if pad_value is not None:
         x, _ = pad_sequence(x, multiple_for(cp, order), seq_dim=dim, value=pad_value)
-    rows = _rows("shard_sequence", rank, size, x.shape[dim], order)
-    parts = [x.narrow(dim, start, stop - start) for start, stop in rows]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return _cut(x, dim, _rows("shard_sequence", rank, size, x.shape[dim], order))
 
 
 def join_sequence(
@@ -182,15 +180,19 @@ def next_token_labels(
         order: Order of the data.
         cu_seqlens: As in `position_ids`: the last token of each document is ignored too.
     """
-    dim = _seq_dim("next_token_labels", tokens, seq_dim)
+    where = "next_token_labels"
+    dim = _seq_dim(where, tokens, seq_dim)
     labels = tokens.roll(-1, dim)
     length = tokens.shape[dim]
     last = [length - 1]
     if cu_seqlens is not None:
-        last += [end - 1 for end in _cu_seqlens("next_token_labels", cu_seqlens, length)[1:]]
+        last += [end - 1 for end in _cu_seqlens(where, cu_seqlens, length)[1:]]
     index = torch.tensor(sorted({row for row in last if row >= 0}), device=tokens.device)
     labels = labels.index_fill(dim, index, ignore_index)
-    return labels if cp is None else shard_sequence(labels, cp, seq_dim=dim, order=order)
+    if cp is None:
+        return labels
+    rank, size = _rank_and_size(where, cp)
+    return _cut(labels, dim, _rows(where, rank, size, length, order))
 
 
 def local_cu_seqlens(
@@ -232,6 +234,11 @@ def _rows(where: str, rank: int, size: int, length: int, order: Order) -> tuple[
             f"pad it to {length + -length % multiple} with pad_sequence(x, {multiple})",
         )
     return head_tail_rows(rank, size, length) if two else (contiguous_rows(rank, size, length),)
+
+
+def _cut(x: Tensor, dim: int, rows: Sequence[Range]) -> Tensor:
+    parts = [x.narrow(dim, start, stop - start) for start, stop in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _two_chunks(where: str, order: str) -> bool:
