@@ -93,7 +93,7 @@ def enter_model(
             if visible is None:
                 visible = torch.ones_like(call.position_ids[:1], dtype=torch.bool)
             named["attention_mask"] = visible
-        named["use_cache"] = False
+        named["use_cache"] = False  # the config's default; whoever asks for a cache was refused
     return (), named
 
 
