@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
 from hp_comm import Handle, exchange_head_tail, gather_seq, head_to_seq, seq_to_head
 from hp_comm.autograd import _Launch, _Wait
 from hp_comm.moves import Transfer
 from hp_comm.transfers import Exchange
 from hp_mesh.testing import assert_close, count_collectives, poison_empty, randn, ranks
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 Call = Callable[..., Any]
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from hp_comm import exchange_head_tail, gather_seq, head_to_seq, seq_to_head
 from hp_mesh.testing import count_collectives, randn, ranks
 
@@ -20,9 +21,9 @@ BAD: dict[str, tuple[Any, tuple[int, ...], dict[str, Any], str]] = {
     "same-dim": (head_to_seq, (2, 6, 4, 3), {"seq_dim": 1, "head_dim": -3},
         r"head_to_seq: seq_dim \(1\) must not be the same dim as head_dim \(-3\)"),
     "heads-do-not-divide": (seq_to_head, (2, 6, 3, 3), S2H,
-        r"number of heads \(dim 2 of x \(2, 6, 3, 3\), 3\) must be divisible by the group size \(2\)"),
+        r"number of heads \(dim 2 of x \(2, 6, 3, 3\), 3\) must be divisible by the group size"),
     "rows-do-not-divide": (head_to_seq, (2, 7, 2, 3), H2S,
-        r"sequence length \(dim 1 of x, 7\) must be divisible by the group size \(2\); pass lengths="),
+        r"sequence length \(dim 1 of x, 7\) must be divisible by the group size .*pass lengths="),
     "lengths-too-few": (seq_to_head, (2, 6, 4, 3), S2H | {"lengths": [6]},
         r"lengths \(1 entries\) must have one entry per rank of the group \(2\)"),
     "lengths-not-mine": (gather_seq, (2, 6, 3), {"seq_dim": 1, "lengths": [5, 5]},

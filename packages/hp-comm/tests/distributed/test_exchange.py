@@ -8,9 +8,10 @@ from itertools import accumulate
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from hp_comm import head_to_seq, seq_to_head
 from hp_mesh.testing import assert_close, count_collectives, poison_empty, randn, ranks
-from torch import Tensor
 
 LAYOUTS = {"BSHD": (1, 2), "BNSD": (2, 1), "SBHD": (0, 2), "BSHD-negative": (-3, -2)}
 
@@ -117,7 +118,7 @@ def _kv_heads(H: int, Hkv: int, P: int) -> list[list[int]]:
 @pytest.mark.parametrize(("H", "Hkv"), [(8, 2), (8, 1), (12, 6), (8, 8)], ids=str)
 @pytest.mark.parametrize("B", [1, 2])
 def test_each_rank_gets_the_kv_heads_that_its_query_heads_need(B: int, H: int, Hkv: int) -> None:
-    """B03: fewer KV heads than ranks, or neither dividing the other; gradients of copies are summed."""
+    """B03: fewer KV heads than ranks, or neither divides the other; copies sum their gradients."""
     P = 4
     table = _kv_heads(H, Hkv, P)
     q, k, v = _filled(B, 12, H, 3), _filled(B, 12, Hkv, 3) + 0.25, _filled(B, 12, Hkv, 5) + 0.5

@@ -7,6 +7,7 @@ from itertools import accumulate
 import pytest
 import torch
 import torch.distributed as dist
+
 from hp_comm import gather_seq
 from hp_mesh.testing import assert_close, count_collectives, poison_empty, randn, ranks
 

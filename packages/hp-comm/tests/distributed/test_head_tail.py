@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+
 from hp_comm import exchange_head_tail
 from hp_mesh.testing import count_collectives, poison_empty, randn, ranks
 

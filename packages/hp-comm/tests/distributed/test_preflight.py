@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+
 from hp_comm import preflight, traffic
 from hp_comm.agreement import HEADER_BYTES
 from hp_mesh.testing import count_collectives, ranks
@@ -129,7 +130,7 @@ def test_the_mode_and_the_index_alone_say_when_ranks_compare(
 def test_a_signature_known_to_one_rank_and_new_to_the_other_hangs_nobody(
     monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """Steps 2 and 3 bring rank 0 a shape that it has seen and rank 1 a new one: same count on both."""
+    """Steps 2 and 3: rank 0 has seen the shape, rank 1 has not; both compare equally often."""
     monkeypatch.setenv("HP_PREFLIGHT", mode)
     shapes = {0: [(4,), (4,), (4,)], 1: [(4,), (8,), (6,)]}
 

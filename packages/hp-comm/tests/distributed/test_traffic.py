@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+
 from hp_comm import exchange_head_tail, gather_seq, head_to_seq, seq_to_head, traffic
 from hp_mesh.testing import count_collectives, peak_memory, randn, ranks
 
@@ -16,7 +17,7 @@ B, S, D = 2, 24, 5
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(("P", "H", "Hkv"), [(2, 4, 4), (4, 8, 4), (4, 8, 2), (3, 6, 3)], ids=str)
 def test_ulysses_sends_the_formulas_bytes(P: int, H: int, Hkv: int, async_op: bool) -> None:
-    """One all-to-all in and one out per direction; KV heads travel once per rank that needs them."""
+    """One all-to-all in and one out per direction; a KV head goes once to each rank in need."""
     table = [sorted({h * Hkv // H for h in range(p * H // P, (p + 1) * H // P)}) for p in range(P)]
 
     def on(rank: int) -> None:
@@ -75,6 +76,21 @@ def test_gather_and_swap_send_the_formulas_bytes(P: int) -> None:
     ranks(P).run(on)
 
 
+def test_the_worked_example_has_its_numbers() -> None:
+    """Four ranks, H=32, Hkv=8, per L*D: Ulysses sends 60 forward, a gather of K and V sends 48."""
+    L, unit = 6, 6 * D * 8
+
+    def on(rank: int) -> None:
+        q, k, v = (randn(1, L, H, D) for H in (32, 8, 8))
+        with traffic() as sent:
+            q2, _, _ = seq_to_head((q, k, v), dist.group.WORLD, seq_dim=1, head_dim=2)
+            head_to_seq(q2, dist.group.WORLD, seq_dim=1, head_dim=2)
+            gather_seq((k, v), dist.group.WORLD, seq_dim=1)
+        assert sent.summary() == {"all_to_all": (2, 60 * unit), "all_gather": (2, 48 * unit)}
+
+    ranks(4).run(on)
+
+
 def test_uneven_exchanges_are_counted_exactly() -> None:
     """All-to-all: the true bytes. Gathers are padded to the longest, and say so."""
     lengths = [4, 1, 3]
@@ -112,8 +128,8 @@ def test_counters_nest_and_belong_to_their_rank() -> None:
 def _peak(call: Callable[[], object]) -> int:
     """Bytes alive at most while ``call`` runs, the results it returns included.
 
-    The least of some runs: after a wait has returned, gloo's worker thread may hold its reference to
-    the send buffer for another moment.
+    The least of some runs: after a wait has returned, gloo's worker thread may hold its reference
+    to the send buffer for another moment.
     """
     peaks = []
     for _ in range(6):
@@ -126,7 +142,7 @@ def _peak(call: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("layout", ["B1", "B2", "packed-B2", "strided"])
 def test_an_exchange_needs_at_most_twice_the_exchanged_tensors(layout: str) -> None:
-    """One send and one receive buffer; then the send buffer is gone before results are laid out."""
+    """One send and one receive buffer; the former is gone before results are laid out."""
     rows, H, P = 64, 8, 4
 
     def on(rank: int) -> None:

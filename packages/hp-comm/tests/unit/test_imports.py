@@ -3,8 +3,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import hp_comm
 import pytest
+
+import hp_comm
 
 BLOCKED = "import sys; sys.modules['torch'] = sys.modules['triton'] = None; "
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from hp_comm.kernels.config import Entry, KernelConfig, choose, path_of, read, validate, write
 
 GOOD: dict[str, Any] = {

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 import torch
-from hp_comm.kernels import implementation, pack, unpack
-from hp_comm.kernels import reference
-from hp_mesh.testing import assert_close, poison_empty, randn
 from torch import Tensor
+
+from hp_comm.kernels import implementation, pack, reference, unpack
+from hp_mesh.testing import assert_close, poison_empty, randn
 
 CUTS: dict[str, tuple[list[int], list[int], list[int]]] = {
     "heads-even": ([2, 2], [2, 2, 1, 1], []),
@@ -139,6 +139,28 @@ def test_triton_that_is_not_installed_is_one_clear_import_error(
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ImportError, match=r"hp-comm\[cuda\].*hp-comm\[npu\].*HP_KERNELS=reference"):
         pack([torch.zeros(2, 2)], [1], [1, 1], [])
+
+
+def test_triton_without_kernels_in_this_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where triton is there but the package has no kernels for it, no extra would help."""
+    monkeypatch.setenv("HP_KERNELS", "triton")
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: object() if name == "triton" else None
+    )
+    with pytest.raises(ImportError, match="carries only the reference; use HP_KERNELS=reference"):
+        implementation(torch.empty(0))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_operator_and_direct_call_give_the_same_bits(grad: bool) -> None:
+    """Without a graph the implementation is called directly; the numbers do not depend on it."""
+    xs, cut = _tensors(), CUTS["kv-repeated"]
+    with torch.set_grad_enabled(grad):
+        packed = pack(xs, *cut)
+        back = unpack(packed, [list(x.shape) for x in xs], *cut)
+    assert torch.equal(packed, reference.pack(xs, *cut))
+    expected = reference.unpack(packed, [list(x.shape) for x in xs], *cut)
+    assert all(torch.equal(b, e) for b, e in zip(back, expected, strict=True))
 
 
 def test_an_unknown_implementation_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

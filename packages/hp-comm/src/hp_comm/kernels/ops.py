@@ -128,8 +128,15 @@ _pack.register_autograd(_pack_backward, setup_context=_remember_pack)
 _unpack.register_autograd(_unpack_backward, setup_context=_remember_unpack)
 
 
+def _is_plain(x: Tensor) -> bool:
+    """Say whether an operator would only cost time: no graph, no tracer, no tensor subclass."""
+    return type(x) is Tensor and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
 def pack(xs: list[Tensor], dims: list[int], counts: list[int], index: list[int]) -> Tensor:
     """Call ``hp_comm::pack``; see `reference.pack`."""
+    if _is_plain(xs[0]):
+        return implementation(xs[0]).pack(xs, dims, counts, index)
     return cast(Tensor, _pack(xs, dims, counts, index))
 
 
@@ -141,6 +148,8 @@ def unpack(
     index: list[int],
 ) -> list[Tensor]:
     """Call ``hp_comm::unpack``; see `reference.unpack`."""
+    if _is_plain(buffer):
+        return implementation(buffer).unpack(buffer, shapes, dims, counts, index)
     flat = [n for shape in shapes for n in shape]
     ndims = [len(shape) for shape in shapes]
     return cast(list[Tensor], _unpack(buffer, flat, ndims, dims, counts, index))
