@@ -155,11 +155,8 @@ class RankThreads:
             call, fn, args, kwargs = item
             del item
             _here.token = next(_tokens)
-            outcome = Outcome.of(lambda: fn(rank, *args, **kwargs))  # noqa: B023 - called at once
+            outcome = Outcome.of(functools.partial(_fresh_call, fn, rank, *args, **kwargs))
             del fn, args, kwargs
-            if outcome.error is None:
-                ended = Outcome.of(_end_of_call)
-                outcome = outcome if ended.error is None else ended
             self._done.put((call, rank, outcome))
             del outcome
         if dist.is_initialized():
@@ -171,9 +168,14 @@ class RankThreads:
         )
 
 
-def _end_of_call() -> None:
-    """Drop the groups that a call made, so that sockets don't pile up over a test session."""
+def _fresh_call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``fn`` as the first call of a thread would be.
+
+    Groups that the last call made are dropped now and not at its end: only now has every rank
+    returned from it, and a closed socket fails the peers that still use it.
+    """
     world = distributed_c10d._world
     for group in [group for group in world.pg_map if group is not world.default_pg]:
         dist.destroy_process_group(group)
     torch.set_grad_enabled(True)
+    return fn(*args, **kwargs)
