@@ -22,29 +22,29 @@ def function_mode_stack() -> list[TorchFunctionMode]:
     """Return the active function modes of this thread, outermost first."""
     from torch.overrides import _get_current_function_mode_stack
 
-    return list(_get_current_function_mode_stack())
+    return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
 
 def remove_function_modes(unwanted: Callable[[TorchFunctionMode], bool]) -> None:
-    """Take every active mode that ``unwanted`` names off this thread's stack, wherever it stands."""
+    """Take the active modes that ``unwanted`` names off this thread's stack, wherever they are."""
     from torch.overrides import _pop_mode, _push_mode
 
     kept: list[TorchFunctionMode] = []
     stack = function_mode_stack()
     lowest = next((i for i, mode in enumerate(stack) if unwanted(mode)), len(stack))
     for mode in reversed(stack[lowest:]):
-        _pop_mode()
+        _pop_mode()  # type: ignore[no-untyped-call]
         if not unwanted(mode):
             kept.append(mode)
     for mode in reversed(kept):
-        _push_mode(mode)
+        _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 def push_function_mode(mode: TorchFunctionMode) -> None:
     """Make ``mode`` the innermost active mode of this thread."""
     from torch.overrides import _push_mode
 
-    _push_mode(mode)
+    _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 # -- meshes ---------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def wrap_detached(
     shape, stride = compute_global_tensor_info(local, mesh, placements)
     meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
+    return DTensor(local, spec, requires_grad=requires_grad)  # type: ignore[no-untyped-call]
 
 
 def local_shard(tensor: DTensor) -> Tensor:

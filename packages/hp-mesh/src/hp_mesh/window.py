@@ -68,12 +68,12 @@ def _chunk(index: int, size: int, length: int) -> Range:
 
 
 def head_tail_rows(rank: int, size: int, length: int) -> tuple[Range, Range]:
-    """Return the two chunks that ``rank`` holds when the *data* lies in head-tail (zigzag) order."""
+    """Return the two chunks that ``rank`` holds of *data* in head-tail (zigzag) order."""
     return (_chunk(rank, size, length), _chunk(2 * size - 1 - rank, size, length))
 
 
 def balanced_rows(rank: int, size: int, length: int) -> tuple[Range, Range]:
-    """Return the two chunks that ``rank`` *computes* when the data is contiguous and tails are swapped.
+    """Return the two chunks that ``rank`` *computes* of contiguous data whose tails are swapped.
 
     The first is the rank's own head chunk, the second the tail chunk of its mirror rank.
     """

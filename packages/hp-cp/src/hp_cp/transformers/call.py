@@ -14,6 +14,7 @@ sends nothing but the preflight.
 from __future__ import annotations
 
 import inspect
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,11 +155,23 @@ def _facts(
         return torch.arange(whole, device=device)[None], padding, None
     if positions.shape[1] != whole:
         positions = _gather(positions, ranks.group)
+        _warn_of_local_positions(positions, ranks.size)
     documents = find_packed_sequence_indices(positions)
     if masked and documents is not None:
         _refuse_packing_under_a_mask(documents, padding, named)
         documents = None
     return positions, padding, documents
+
+
+def _warn_of_local_positions(positions: Tensor, size: int) -> None:
+    """Warn where all ranks gave the same positions: documents, or a rank counting its own shard."""
+    shards = positions.unflatten(1, (size, -1))
+    if bool((shards == shards[:, :1]).all()):
+        warnings.warn(
+            f"position_ids: all {size} ranks gave the same ones, which are read as {size} packed "
+            "documents or more; if each rank counted its own shard, leave position_ids out",
+            stacklevel=2,
+        )
 
 
 def _refuse_packing_under_a_mask(

@@ -1,0 +1,40 @@
+"""Context-parallel styles for ordinary attention.
+
+Names are resolved when they are first used: ``import hp_cp`` and ``hp_cp.plan`` need no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hp_mesh.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from hp_cp.plan import Plan, make_plan
+    from hp_cp.style import ContextParallel
+    from hp_mesh.mesh import flatten_mesh, init_device_mesh
+    from hp_mesh.parallelize import parallelize_module
+    from hp_mesh.view import attention_window
+
+__all__ = [
+    "ContextParallel",
+    "Plan",
+    "attention_window",
+    "flatten_mesh",
+    "init_device_mesh",
+    "make_plan",
+    "parallelize_module",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "ContextParallel": "hp_cp.style",
+        "Plan": "hp_cp.plan",
+        "attention_window": "hp_mesh.view",
+        "flatten_mesh": "hp_mesh.mesh",
+        "init_device_mesh": "hp_mesh.mesh",
+        "make_plan": "hp_cp.plan",
+        "parallelize_module": "hp_mesh.parallelize",
+    },
+)

@@ -1,0 +1,228 @@
+"""Attention ops inside the boundary: unwrap, compute this rank's rows, wrap.
+
+Registered with the global view (`hp_mesh.view`); the arithmetic on local tensors is in
+`hp_cp.attention`. An op may be handed DTensors (the default convention) or plain local tensors
+(``use_local_input=True``, or a core that calls ``to_local()`` itself).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from hp_cp.attention import rewrite_fusion_attention, window_sdpa
+from hp_cp.attention.rng import seeded
+from hp_cp.unwrap import block_seed, keys_beside, local_mask, on_mesh, query_window, shard_range
+from hp_mesh._torch import from_local
+from hp_mesh.checks import fail
+from hp_mesh.view import View, register_handler
+
+__all__ = ["register_attention_handlers"]
+
+
+def register_attention_handlers() -> None:
+    """Register the handlers of this file; called once, when the style is imported."""
+    register_handler(F.scaled_dot_product_attention, _sdpa)
+    register_handler(F.dropout, _dropout)
+    register_handler(torch.dropout, _dropout)
+    for version, suffix in ((1, ""), (2, "_v2"), (3, "_v3")):
+        register_handler(f"npu::npu_fusion_attention{suffix}", _FusionHandler(version))
+
+
+def _sdpa_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> None:
+    """Arguments of ``F.scaled_dot_product_attention``, which has no signature of its own."""
+
+
+_SDPA = inspect.signature(_sdpa_arguments)
+
+
+def _sdpa(
+    view: View, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    call = _SDPA.bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    tensors = [given.pop(name) for name in ("query", "key", "value")]
+    mask = given.pop("attn_mask")
+    where = f"{view.where}: scaled_dot_product_attention"
+    if not any(isinstance(t, DTensor) for t in tensors):
+        return _local_sdpa(view, func, tensors, mask, given, where)
+    if not any(view.owns(t) for t in tensors):
+        return func(*args, **kwargs)  # DTensors of another mesh
+    q, k, v = (on_mesh(view, t) for t in tensors)
+    seq_dim, head_dim = q.ndim - 2, q.ndim - 3 if q.ndim > 2 else None
+    placements, grads = tuple(q.placements), view.partial_grads(q.placements)
+    result = window_sdpa(
+        q.to_local(grad_placements=grads),
+        keys_beside(view, k, q, seq_dim, where),
+        keys_beside(view, v, q, seq_dim, where),
+        query_window(view, q, seq_dim, k.size(-2)),
+        attn_mask=local_mask(view, mask, q, head_dim),
+        heads=None
+        if head_dim is None
+        else shard_range(view.mesh, placements, head_dim, q.size(head_dim)),
+        num_heads=None if head_dim is None else q.size(head_dim),
+        dropout_seed=block_seed(view, placements, given["dropout_p"]),
+        where=where,
+        **given,
+    )
+    return from_local(result, view.mesh, placements, grads)
+
+
+def _local_sdpa(
+    view: View,
+    func: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    mask: Tensor | None,
+    given: dict[str, Any],
+    where: str,
+) -> Any:
+    """Compute attention of plain local tensors, if they are the rows and keys of the window."""
+    q, k, v = tensors
+    window, rows, keys = view.window, q.size(-2), k.size(-2)
+    if rows == window.query_length and keys == window.key_length:
+        return window_sdpa(
+            q,
+            k,
+            v,
+            window,
+            attn_mask=mask,
+            heads=view.heads,
+            num_heads=view.num_heads,
+            dropout_seed=block_seed(view, view.query_placements, given["dropout_p"]),
+            where=where,
+            **given,
+        )
+    if given["is_causal"] and rows != keys:
+        raise fail(
+            where,
+            f"is_causal=True on {rows} query rows and {keys} keys must be the rows "
+            f"({window.query_length}) and keys ({window.key_length}) of the attention window, "
+            "whose place in the sequence is known",
+            "pass attn_mask with rows from attention_window(), or q and k whole",
+        )
+    return func(q, k, v, attn_mask=mask, **given)
+
+
+_DIMS = {"BSH": (1, 2), "SBH": (0, 2), "BSND": (1, 2), "BNSD": (2, 1), "TND": (0, 1)}
+"""``(seq_dim, head_dim)`` of q by ``input_layout``; in BSH and SBH heads and head size are one."""
+
+
+class _FusionHandler:
+    """Runs one version of ``npu_fusion_attention`` on this rank's rows."""
+
+    def __init__(self, version: int) -> None:
+        self.version: Any = version
+
+    def __call__(
+        self, view: View, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        schema = getattr(func, "_schema", None) or func.default._schema
+        names = [argument.name for argument in schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        tensors = [given.pop(name) for name in ("query", "key", "value")]
+        head_num, layout = given.pop("head_num"), given.pop("input_layout")
+        where = f"{view.where}: npu_fusion_attention"
+        if layout not in _DIMS:
+            raise fail(where, f"input_layout ({layout!r}) must be one of {', '.join(_DIMS)}")
+        seq_dim, head_dim = _DIMS[layout]
+        placements: tuple[Placement, ...]
+        if any(view.owns(t) for t in tensors):
+            q, k, v = (on_mesh(view, t) for t in tensors)
+            placements, grads = tuple(q.placements), view.partial_grads(q.placements)
+            window = query_window(view, q, seq_dim, k.size(seq_dim))
+            unit = q.size(head_dim) // head_num if layout in ("BSH", "SBH") else 1
+            first, last = shard_range(view.mesh, placements, head_dim, q.size(head_dim))
+            heads, num_heads = (first // unit, last // unit), q.size(head_dim) // unit
+            mask = local_mask(view, given.get("atten_mask"), q, None)
+            q_local = q.to_local(grad_placements=grads)
+            k_local = keys_beside(view, k, q, seq_dim, where)
+            v_local = keys_beside(view, v, q, seq_dim, where)
+        elif any(isinstance(t, DTensor) for t in tensors):
+            return func(*args, **kwargs)
+        else:
+            rows, keys = tensors[0].size(seq_dim), tensors[1].size(seq_dim)
+            if (rows, keys) != (view.window.query_length, view.window.key_length):
+                return func(*args, **kwargs)
+            placements, window = (), view.window
+            q_local, k_local, v_local = tensors
+            heads, num_heads, mask = view.heads, view.num_heads, given.get("atten_mask")
+        if mask is not None:
+            given["atten_mask"] = mask
+        q_local, k_local, v_local, head_num, given = rewrite_fusion_attention(
+            self.version,
+            q_local,
+            k_local,
+            v_local,
+            head_num,
+            layout,
+            window,
+            given,
+            heads=heads,
+            num_heads=num_heads,
+            where=where,
+        )
+        seed = block_seed(
+            view, placements or view.query_placements, 1.0 - given.get("keep_prob", 1.0)
+        )
+        with contextlib.nullcontext() if seed is None else seeded(q_local.device, seed):
+            outputs = func(q_local, k_local, v_local, head_num, layout, **given)
+        if not placements:
+            return outputs
+        return self._wrap(view, outputs, placements, layout)
+
+    def _wrap(
+        self, view: View, outputs: Sequence[Any], placements: Sequence[Placement], layout: str
+    ) -> tuple[Any, ...]:
+        """Wrap the output, and the softmax statistics ``[B, N, S, 8]`` or ``[T, N, 8]``."""
+        seq_dim, head_dim = _DIMS[layout]
+        moved = {seq_dim: 0, head_dim: 1} if layout == "TND" else {seq_dim: 2, head_dim: 1}
+        statistics = [Shard(moved.get(p.dim, 0)) if isinstance(p, Shard) else p for p in placements]
+        attention, softmax_max, softmax_sum, *rest = outputs
+        return (
+            from_local(attention, view.mesh, placements, view.partial_grads(placements)),
+            from_local(softmax_max, view.mesh, statistics),
+            from_local(softmax_sum, view.mesh, statistics),
+            *rest,
+        )
+
+
+def _dropout(
+    view: View, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Drop with a seed of this rank's block: ranks seeded alike must not drop alike."""
+    names = ("input", "p", "training" if func is F.dropout else "train", "inplace")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    x, p = given["input"], given.get("p", 0.5)
+    training = given.get("training", given.get("train", True))
+    if not view.owns(x) or not training or p == 0.0:
+        return func(*args, **kwargs)
+    if given.get("inplace", False):
+        raise fail(
+            view.where,
+            "dropout with inplace (True) must not be used inside the boundary",
+            "set inplace=False",
+        )
+    grads = view.partial_grads(x.placements)
+    local = x.to_local(grad_placements=grads)
+    seed = block_seed(view, x.placements, p)
+    assert seed is not None, "p > 0 draws a seed"
+    with seeded(local.device, seed):
+        dropped = F.dropout(local, p, training=True)
+    return from_local(dropped, view.mesh, x.placements, grads)

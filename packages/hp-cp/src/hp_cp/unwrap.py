@@ -1,0 +1,137 @@
+"""From the global view to this rank's part: the DTensors of an attention op as local tensors.
+
+q says how the op is cut. On an axis where q holds a shard of its rows, keys and values must be
+whole; where it holds a shard of its heads or batch, they hold the same shard. Gradients of what is
+whole are partial on that axis: each rank's rows contribute their part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from hp_cp.attention import dropout_seed
+from hp_mesh.checks import fail
+from hp_mesh.plain import share_of_replicated
+from hp_mesh.view import View
+from hp_mesh.window import AttentionWindow, Range
+
+__all__ = [
+    "block_seed",
+    "keys_beside",
+    "local_mask",
+    "on_mesh",
+    "query_window",
+    "shard_range",
+]
+
+
+def on_mesh(view: View, tensor: Tensor) -> DTensor:
+    """Return ``tensor`` as a DTensor of the view; a plain one is the same on all ranks."""
+    if isinstance(tensor, DTensor):
+        return tensor
+    return share_of_replicated(tensor, view.mesh, [Replicate()] * view.mesh.ndim, view)
+
+
+def shard_range(mesh: DeviceMesh, placements: Sequence[Placement], dim: int, size: int) -> Range:
+    """Return the half-open range of ``dim`` (global ``size``) that this rank holds."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "the boundary runs on ranks of its mesh"
+    index, parts = 0, 1
+    for axis, placement in enumerate(placements):
+        if placement.is_shard(dim):
+            index, parts = index * mesh.size(axis) + coordinate[axis], parts * mesh.size(axis)
+    part = size // parts
+    return index * part, (index + 1) * part
+
+
+def query_window(view: View, q: DTensor, seq_dim: int, key_length: int) -> AttentionWindow:
+    """Return the rows of ``q`` on this rank, with ``key_length`` keys to see."""
+    is_cut = any(p.is_shard(seq_dim) for p in q.placements)
+    if view.is_balanced and is_cut:  # a half in head-tail order: only the view knows its place
+        return view.window
+    start, stop = shard_range(view.mesh, q.placements, seq_dim, q.size(seq_dim))
+    return AttentionWindow(start, stop - start, key_length, q.size(seq_dim))
+
+
+def _grads(view: View, target: Sequence[Placement], q: DTensor) -> list[Placement]:
+    return [
+        Partial()
+        if isinstance(placement, Replicate) and (axis in view.cp_axes or isinstance(of_q, Shard))
+        else placement
+        for axis, (placement, of_q) in enumerate(zip(target, q.placements, strict=True))
+    ]
+
+
+def _as_placed(view: View, tensor: DTensor, target: Sequence[Placement], q: DTensor) -> Tensor:
+    if tuple(target) != tuple(tensor.placements):
+        tensor = tensor.redistribute(view.mesh, list(target))
+    return tensor.to_local(grad_placements=_grads(view, target, q))
+
+
+def keys_beside(view: View, tensor: DTensor, q: DTensor, seq_dim: int, where: str) -> Tensor:
+    """Return the local keys or values that the rows and heads of ``q`` on this rank need.
+
+    Args:
+        view: The active view.
+        tensor: Keys or values, dims lined up with those of ``q`` from the right.
+        q: The queries.
+        seq_dim: Sequence dim of ``q``.
+        where: Name of the op, for errors.
+    """
+    target: list[Placement] = []
+    for axis, (placement, of_q) in enumerate(zip(tensor.placements, q.placements, strict=True)):
+        dim = of_q.dim + tensor.ndim - q.ndim if isinstance(of_q, Shard) else -1
+        if dim < 0 or of_q.is_shard(seq_dim) or tensor.size(dim) == 1:
+            target.append(Replicate())
+            continue
+        parts = view.mesh.size(axis)
+        if not placement.is_shard(dim) and tensor.size(dim) % parts:
+            raise fail(
+                where,
+                f"k or v {list(tensor.shape)} with {placement} must be cut like q "
+                f"{list(q.shape)} with {of_q}, but dim {dim} ({tensor.size(dim)}) is not divisible "
+                f"by {parts}",
+                "repeat the KV heads up to the query heads first",
+            )
+        target.append(Shard(dim))
+    return _as_placed(view, tensor, target, q)
+
+
+def local_mask(view: View, mask: Tensor | None, q: DTensor, head_dim: int | None) -> Tensor | None:
+    """Return ``mask`` for the local op: a DTensor cut as ``q`` is, a plain one as it came.
+
+    A plain mask is cut by its shape in `hp_cp.attention`; only heads that a TP rank has already cut
+    are brought down to this rank's here.
+    """
+    if isinstance(mask, DTensor):
+        target: list[Placement] = []
+        for placement in q.placements:
+            dim = placement.dim + mask.ndim - q.ndim if isinstance(placement, Shard) else -1
+            target.append(Shard(dim) if dim >= 0 and mask.size(dim) > 1 else Replicate())
+        return _as_placed(view, mask, target, q)
+    if mask is None or mask.ndim < 3 or head_dim is None:
+        return mask
+    size = q.size(head_dim)
+    foreign = [Replicate() if axis in view.cp_axes else p for axis, p in enumerate(q.placements)]
+    start, stop = shard_range(view.mesh, foreign, head_dim, size)
+    if mask.size(-3) == stop - start and stop - start != size:
+        first, last = shard_range(view.mesh, q.placements, head_dim, size)
+        return mask.narrow(-3, first - start, last - first)
+    return mask
+
+
+def block_seed(view: View, placements: Sequence[Placement], dropout_p: float) -> int | None:
+    """Draw a dropout seed that differs where the data does: per shard and per sub-call."""
+    if dropout_p <= 0.0:
+        return None
+    coordinate = view.mesh.get_coordinate()
+    assert coordinate is not None, "the boundary runs on ranks of its mesh"
+    block = [
+        index if isinstance(placement, Shard) else 0
+        for index, placement in zip(coordinate, placements, strict=True)
+    ]
+    return dropout_seed([*block, view.window.query_start])

@@ -1,0 +1,198 @@
+"""Plain tensors that meet DTensors inside the boundary: masks, rotary tables, biases, sinks.
+
+A plain tensor is read as written for one device: all ranks hold it whole. Its gradient stays
+*partial*: what this rank's rows and heads contribute. So a parameter inside the core gets this
+rank's own share, as under FSDP every parameter does, and no all-reduce is hidden in backward.
+
+Along a dim where the DTensor is sharded, the size tells what the plain tensor holds::
+
+    DTensor scores [B, H, S, S], rows sharded over CP, L = S / P rows on this rank
+    mask [S, S]   all rows: DTensor takes this rank's rows
+    mask [L, S]   the caller has cut it: this rank's rows
+    bias [H/tp, 1, 1]  heads cut by TP: the shard of the TP axis
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from hp_mesh._torch import local_shard, shard_offset, wrap_detached
+from hp_mesh.checks import fail
+
+if TYPE_CHECKING:
+    from hp_mesh.view import View
+
+__all__ = ["enter_view", "share_of_replicated"]
+
+_INDEX_OPS = frozenset(
+    {"__getitem__", "index_select", "gather", "take_along_dim", "embedding", "take", "index_copy"}
+)
+"""Ops whose tensors are not lined up dim by dim."""
+
+
+def enter_view(
+    view: View, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of ``func`` with every plain tensor wrapped on the view's mesh."""
+    name = getattr(func, "__name__", "")
+    anchor = max((t for t in _flat(args, kwargs) if isinstance(t, DTensor)), key=lambda t: t.ndim)
+    _refuse_writes_to_plain(view, name, args, kwargs)
+
+    def wrap(value: Any) -> Any:
+        if isinstance(value, Tensor) and not isinstance(value, DTensor):
+            if value.ndim == 0 and not value.requires_grad:
+                return value  # DTensor takes scalars as they are, whatever their device
+            if name in _INDEX_OPS:
+                return share_of_replicated(value, view.mesh, [Replicate()] * view.mesh.ndim, view)
+            return _align(view, name, value, anchor)
+        if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
+            items = [wrap(v) for v in value]
+            return items if isinstance(value, list) else tuple(items)
+        return value
+
+    return [wrap(v) for v in args], {k: wrap(v) for k, v in kwargs.items()}
+
+
+def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    flat: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        flat.extend(value if isinstance(value, (list, tuple)) else [value])
+    return flat
+
+
+def _refuse_writes_to_plain(
+    view: View, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """A plain tensor written from a DTensor would gather it and lose its gradient: refuse."""
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    target = args[0] if in_place and args else kwargs.get("out")
+    if isinstance(target, Tensor) and not isinstance(target, DTensor):
+        raise fail(
+            view.where,
+            f"{name} writes a DTensor into a plain tensor {tuple(target.shape)}; inside the "
+            "boundary the target must be a DTensor as well",
+            "build the result without writing in place (torch.cat, torch.where), or pass "
+            "use_local_input=True and work on local tensors",
+        )
+
+
+def _align(view: View, name: str, plain: Tensor, anchor: DTensor) -> DTensor:
+    placements: list[Placement] = [Replicate()] * view.mesh.ndim
+    for dim in range(plain.ndim):
+        beside = dim + anchor.ndim - plain.ndim
+        if beside < 0:
+            continue
+        axes = [a for a, p in enumerate(anchor.placements) if p.is_shard(beside)]
+        if not axes:
+            continue
+        size, whole = plain.size(dim), anchor.size(beside)
+        on_cp = any(axis in view.cp_axes for axis in axes)
+        if view.is_balanced and on_cp and size != 1:
+            plain, cut = _cut_balanced(view, name, plain, dim, whole)
+            chosen = axes if cut else []
+        elif size in (1, whole):
+            chosen = []
+        else:
+            foreign = [axis for axis in axes if axis not in view.cp_axes]
+            chosen = next(
+                (
+                    some
+                    for some in (foreign, axes)
+                    if some and size * _product(view.mesh, some) == whole
+                ),
+                [],
+            )
+        for axis in chosen:
+            placements[axis] = Shard(dim)
+    return share_of_replicated(plain, view.mesh, placements, view)
+
+
+def _cut_balanced(
+    view: View, name: str, plain: Tensor, dim: int, whole: int
+) -> tuple[Tensor, bool]:
+    """Cut a dim that lines up with the rows of a head-tail half of q."""
+    window, size = view.window, plain.size(dim)
+    if size == window.global_length:
+        return plain.narrow(dim, window.query_start, window.query_length), True
+    if size == window.query_length and size != whole:
+        return plain, True
+    raise fail(
+        view.where,
+        f"{name} meets a plain tensor {tuple(plain.shape)} whose dim {dim} ({size}) must have the "
+        f"global length ({window.global_length}): under load_balance q holds half of the sequence "
+        f"in head-tail order ({whole} rows), so a mask or table sized from q has the wrong rows",
+        "take its length from k, as in torch.tril(torch.ones(k_len, k_len)), or use "
+        "attention_window()",
+    )
+
+
+def _product(mesh: DeviceMesh, axes: Sequence[int]) -> int:
+    size = 1
+    for axis in axes:
+        size *= mesh.size(axis)
+    return size
+
+
+def share_of_replicated(
+    plain: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], view: View
+) -> DTensor:
+    """Wrap ``plain`` on ``mesh``; its gradient is this rank's share on the CP axes."""
+    wrapped: DTensor = _EnterView.apply(  # type: ignore[no-untyped-call]
+        plain, mesh, tuple(placements), view.cp_axes
+    )
+    return wrapped
+
+
+class _EnterView(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plain: Tensor,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+        cp_axes: tuple[int, ...],
+    ) -> DTensor:
+        ctx.placements, ctx.cp_axes, ctx.shape = placements, cp_axes, plain.shape
+        ctx.set_materialize_grads(False)
+        return wrap_detached(plain.view_as(plain), mesh, placements, plain.requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[Tensor | None, None, None, None]:
+        if grad is None:
+            return None, None, None, None
+        mesh = grad.device_mesh
+        # what was a shard stays one; on axes that are not CP the whole gradient is wanted
+        target = tuple(
+            forward if isinstance(forward, Shard) or axis not in ctx.cp_axes else present
+            for axis, (forward, present) in enumerate(
+                zip(ctx.placements, grad.placements, strict=True)
+            )
+        )
+        if target != tuple(grad.placements):
+            grad = grad.redistribute(mesh, target)
+        local = local_shard(grad)
+        spread = [
+            present if isinstance(forward, Replicate) else Replicate()
+            for forward, present in zip(ctx.placements, target, strict=True)
+        ]
+        if any(isinstance(p, Shard) for p in spread):
+            _, offset = shard_offset(ctx.shape, mesh, spread)
+            padded = local.new_zeros(ctx.shape)
+            part = padded
+            for dim, start in enumerate(offset):
+                part = part.narrow(dim, start, local.size(dim))
+            part.copy_(local)
+            local = padded
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None, "backward runs on ranks of the mesh"
+        for axis in ctx.cp_axes:
+            if isinstance(spread[axis], Replicate) and isinstance(ctx.placements[axis], Replicate):
+                # every rank holds the whole gradient: one share of it belongs to the first
+                local = local if coordinate[axis] == 0 else torch.zeros_like(local)
+        return local, None, None, None

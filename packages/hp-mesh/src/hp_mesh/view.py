@@ -1,0 +1,265 @@
+"""The global view: inside the boundary, attention sees the whole sequence.
+
+Between the two hooks of a boundary, q, k and v are DTensors and a `View` is active on this thread.
+It looks at every torch function that is called and does one of three things:
+
+1. an op with a registered handler (SDPA, fused attention, contractions, dropout) runs on local
+   tensors with this rank's `AttentionWindow`, and its result is wrapped again;
+2. a plain tensor that meets a DTensor (mask, rotary table, bias, sink) is taken as replicated with
+   *partial* gradients: what this rank's rows and heads contribute, never summed behind your back;
+3. anything else is left to DTensor. If DTensor has no rule for it, the error names the op.
+
+A view lives as long as the module call that opened it: it remembers the frame of that call, and a
+view whose frame is no longer on the stack (a ``KeyboardInterrupt`` skips torch's hooks) is dead. A
+dead view changes nothing, and the next entry sweeps it away.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.overrides import TorchFunctionMode
+
+from hp_mesh._torch import (
+    patch_dtensor_exits,
+    push_function_mode,
+    remove_function_modes,
+)
+from hp_mesh.plain import enter_view
+from hp_mesh.window import AttentionWindow, Range
+
+__all__ = [
+    "View",
+    "attention_window",
+    "close_view",
+    "current_view",
+    "open_view",
+    "register_handler",
+]
+
+Handler = Callable[["View", Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
+"""Runs one op under a view: ``handler(view, op, args, kwargs)``."""
+
+_handlers: dict[object, Handler] = {}
+
+
+def register_handler(op: Callable[..., Any] | str, handler: Handler) -> None:
+    """Let ``handler`` run ``op`` inside every boundary.
+
+    Args:
+        op: The torch function as the function mode sees it (``F.scaled_dot_product_attention``), or
+            the qualified name of a ``torch.ops`` operator (``"npu::npu_fusion_attention"``), which
+            may be registered later or never.
+        handler: Called with the view, the op and its arguments; returns the op's result.
+    """
+    _handlers[op] = handler
+
+
+def _handler_of(op: Any) -> Handler | None:
+    if isinstance(op, torch._ops.OpOverload):
+        return _handlers.get(str(op._schema.name))
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return _handlers.get(op._qualified_op_name)
+    try:
+        return _handlers.get(op)
+    except TypeError:  # an unhashable callable is nobody's key
+        return None
+
+
+@dataclass(eq=False)
+class View(TorchFunctionMode):
+    """What attention may know about its place in the sequence, and how ops run meanwhile.
+
+    Attributes:
+        mesh: Mesh of q inside the boundary: the tensor's own axes, then the CP axes.
+        cp_axes: The CP axes of ``mesh``.
+        window: Rows and keys of this rank.
+        query_placements: Placements of q on ``mesh``.
+        heads: Half-open range of query heads of this rank, of those that its TP rank has.
+        num_heads: Number of query heads that its TP rank has.
+        is_local: Whether the module is handed plain local tensors (``use_local_input``).
+        is_balanced: Whether q holds head-tail halves, in an order that is not contiguous.
+        where: Name of the style, for messages.
+        frame: Frame of the module call that owns the view.
+    """
+
+    mesh: DeviceMesh
+    cp_axes: tuple[int, ...]
+    window: AttentionWindow
+    query_placements: tuple[Placement, ...]
+    heads: Range
+    num_heads: int
+    is_local: bool
+    is_balanced: bool
+    where: str
+    frame: FrameType | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def is_live(self) -> bool:
+        """Whether the module call that opened this view is still running on this thread."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame is self.frame:
+                return True
+            frame = frame.f_back
+        return False
+
+    def partial_grads(self, placements: Sequence[Placement]) -> tuple[Placement, ...]:
+        """Return ``placements`` with ``Partial()`` where a CP axis is replicated.
+
+        The gradient of a tensor that every CP rank reads whole is the sum of what each rank's rows
+        and heads contribute.
+        """
+        return tuple(
+            Partial() if axis in self.cp_axes and isinstance(p, Replicate) else p
+            for axis, p in enumerate(placements)
+        )
+
+    def owns(self, tensor: object) -> bool:
+        """Whether ``tensor`` is a DTensor on the mesh of this view."""
+        return isinstance(tensor, DTensor) and tensor.device_mesh == self.mesh
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.is_live():
+            return func(*args, **kwargs)
+        handler = _handler_of(func)
+        if handler is not None:
+            return handler(self, func, args, kwargs)
+        if not any(self.owns(t) for t in _tensors(args, kwargs)):
+            return func(*args, **kwargs)
+        args, kwargs = enter_view(self, func, args, kwargs)
+        return self.call_dtensor(func, args, kwargs)
+
+    def call_dtensor(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Leave ``func`` to DTensor; if it has no rule, say which op, and the way out."""
+        try:
+            return func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            if not _is_missing_rule(error):
+                raise
+            name = getattr(func, "__name__", repr(func))
+            raise RuntimeError(
+                f"{self.where}: {name} inside the boundary has no DTensor rule for "
+                f"{[_describe(t) for t in _tensors(args, kwargs)]}; pass use_local_input=True, "
+                "which hands the module plain local tensors, and read attention_window() for the "
+                f"rank's rows. DTensor said: {str(error).splitlines()[0]}"
+            ) from error
+
+
+def _is_missing_rule(error: Exception) -> bool:
+    text = str(error)
+    return isinstance(error, NotImplementedError) or any(
+        sign in text
+        for sign in (
+            "sharding strategy",
+            "Sharding propagation failed",
+            "mixed torch.Tensor and DTensor",
+            "redistribute from",
+            "redistribute",
+        )
+    )
+
+
+def _describe(tensor: Tensor) -> str:
+    if isinstance(tensor, DTensor):
+        return f"DTensor{tuple(tensor.shape)}{tuple(tensor.placements)}"
+    return f"Tensor{tuple(tensor.shape)}"
+
+
+def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors among the arguments, one level of lists and tuples included."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (item for item in value if isinstance(item, Tensor))
+
+
+# the views of this thread, outermost first
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.views: list[View] = []
+
+
+_stack = _Stack()
+
+
+def _sweep() -> None:
+    dead = [view for view in _stack.views if not view.is_live()]
+    for view in dead:
+        close_view(view)
+
+
+def open_view(view: View, frame: FrameType) -> View:
+    """Activate ``view`` for the module call that runs in ``frame``; clears views left by others."""
+    patch_dtensor_exits(_default_grad_placements)
+    _sweep()
+    view.frame = frame
+    _stack.views.append(view)
+    push_function_mode(view)
+    return view
+
+
+def close_view(view: View) -> None:
+    """Deactivate ``view`` and nothing else, wherever it stands on the stack."""
+    _stack.views = [other for other in _stack.views if other is not view]
+    remove_function_modes(lambda mode: mode is view)
+    view.frame = None
+
+
+def current_view() -> View | None:
+    """Return the view of the innermost boundary that this code runs in, or None outside."""
+    for view in reversed(_stack.views):
+        if view.is_live():
+            return view
+    return None
+
+
+def attention_window() -> AttentionWindow | None:
+    """Return the rows and keys that this rank computes, or None outside a boundary.
+
+    Answers in both conventions: with DTensors (the default) and with plain local tensors
+    (``use_local_input=True``). Query row ``i`` of this rank is global row ``query_start + i``.
+
+    Example::
+
+        window = attention_window()
+        rows = torch.arange(window.query_start, window.query_end)
+        mask = rows[:, None] >= torch.arange(window.key_length)[None, :]
+    """
+    view = current_view()
+    return None if view is None else view.window
+
+
+def _default_grad_placements(tensor: DTensor, whole: bool) -> Sequence[Placement] | None:
+    view = current_view()
+    if view is None or not view.owns(tensor):
+        return None
+    if whole:  # full_tensor: replicated on every axis before it becomes local
+        placements: Sequence[Placement] = [Replicate()] * view.mesh.ndim
+    else:
+        placements = tensor.placements
+    grads = view.partial_grads(placements)
+    return None if grads == tuple(placements) else grads
