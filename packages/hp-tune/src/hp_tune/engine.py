@@ -48,10 +48,11 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """An assumed number that decides: scaled by ``factor``, ``winner`` is first."""
+    """An assumed number that decides: were it ``other``, ``winner`` would be first."""
 
     number: str
-    factor: float
+    value: float
+    other: float
     winner: Config
 
 
@@ -215,11 +216,15 @@ def _name(result: Result) -> str:
 
 
 def _flips(result: Result) -> Iterator[Flip]:
-    """Yield each assumed number that changes the winner when it is 0.3 or 3 times as large."""
+    """Yield each assumed number that changes the winner when it is 0.3 or 3 times as large.
+
+    Fractions go up to 1 at most.
+    """
     best = result.ranking[0].config
-    for name in _assumed(result.cluster):
-        for factor in (0.3, 3.0):
-            cluster = _scaled(result.cluster, name, factor)
+    for name, value in _assumed(result.cluster):
+        limit = 1.0 if name.endswith(_FRACTIONS) else float("inf")
+        for other in (value * 0.3, min(value * 3, limit)):
+            cluster = _with_number(result.cluster, name, other)
             again = min(
                 (
                     replace(r, prediction=predict(result.model, cluster, result.workload, r.config))
@@ -228,13 +233,13 @@ def _flips(result: Result) -> Iterator[Flip]:
                 key=lambda ranked: ranked.order,
             )
             if again.config != best:
-                yield Flip(name, factor, again.config)
+                yield Flip(name, value, _digits(other), again.config)
 
 
-def _assumed(cluster: Cluster) -> list[str]:
+def _assumed(cluster: Cluster) -> list[tuple[str, float]]:
     found = [("device", cluster.device), *((f"tiers.{t.name}", t) for t in cluster.tiers)]
     return [
-        f"{where}.{key}"
+        (f"{where}.{key}", value.value)
         for where, described in found
         for key, value in described
         if isinstance(value, Number) and value.source == "assumed" and key not in _NOT_TIME
@@ -242,19 +247,19 @@ def _assumed(cluster: Cluster) -> list[str]:
 
 
 _NOT_TIME = ("memory_GiB", "comm_buffer_MiB")
+_FRACTIONS = ("efficiency", "overlap_slowdown")
 
 
-def _scaled(cluster: Cluster, name: str, factor: float) -> Cluster:
+def _with_number(cluster: Cluster, name: str, value: float) -> Cluster:
     where, key = name.rsplit(".", 1)
 
-    def scale(described: Any) -> Any:
-        number = getattr(described, key)
-        scaled = number.model_copy(update={"value": number.value * factor})
-        return described.model_copy(update={key: scaled})
+    def changed(described: Any) -> Any:
+        number = getattr(described, key).model_copy(update={"value": value})
+        return described.model_copy(update={key: number})
 
     if where == "device":
-        return cluster.model_copy(update={"device": scale(cluster.device)})
-    tiers = tuple(scale(t) if f"tiers.{t.name}" == where else t for t in cluster.tiers)
+        return cluster.model_copy(update={"device": changed(cluster.device)})
+    tiers = tuple(changed(t) if f"tiers.{t.name}" == where else t for t in cluster.tiers)
     return cluster.model_copy(update={"tiers": tiers})
 
 

@@ -73,7 +73,8 @@ def explain_validation(
     error: ValidationError, model: type[BaseModel], name: str, positions: Positions
 ) -> UsageError:
     """Turn the first problem that pydantic found into one sentence with place and nearest key."""
-    problem = error.errors()[0]
+    # a misspelt key is both unknown and missing: the unknown one says more
+    problem = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
     location: tuple[str | int, ...] = problem["loc"]
     path = location
     while path and path not in positions:

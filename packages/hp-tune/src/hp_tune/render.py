@@ -109,7 +109,12 @@ def result_json(result: Result, out: Path | None) -> None:
             ],
             "margin": result.margin,
             "flips": [
-                {"number": flip.number, "factor": flip.factor, "winner": flip.winner.label(cp)}
+                {
+                    "number": flip.number,
+                    "value": flip.value,
+                    "other": flip.other,
+                    "winner": flip.winner.label(cp),
+                }
                 for flip in result.flips
             ],
             "notes": list(result.notes),
@@ -257,7 +262,8 @@ def _margin(result: Result) -> str:
         sure = "no assumed number changes that between x0.3 and x3"
     else:
         sure = "flips to " + "; ".join(
-            f"{flip.winner.label(cp)} with {flip.number} x{flip.factor:g}" for flip in result.flips
+            f"{flip.winner.label(cp)} at {flip.number} {flip.other:g} (assumed {flip.value:g})"
+            for flip in result.flips
         )
     return f"rank 1 wins by {result.margin:.1%}; {sure}"
 

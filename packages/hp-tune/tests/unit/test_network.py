@@ -1,0 +1,109 @@
+"""Collective times follow the topology, not one bandwidth."""
+
+from __future__ import annotations
+
+import pytest
+
+from hp_tune.cluster import Cluster, read_cluster
+from hp_tune.network import Group, transfer
+
+GB = 1e9
+
+
+def group(size: int, stride: int = 1, world: int = 64) -> Group:
+    """A group in a job of 64 ranks."""
+    return Group(size, stride, world)
+
+
+def rate(cluster: Cluster, kind: str, of: Group, sent: float = 4 * GB) -> float:
+    """GB/s per rank that a large collective achieves."""
+    return sent / GB / transfer(cluster, kind, of, sent).seconds
+
+
+@pytest.mark.parametrize(("size", "measured"), [(2, 19), (4, 48), (8, 130)])
+def test_full_mesh_bandwidth_grows_with_the_group(size: int, measured: float) -> None:
+    """The published gathers on 2, 4 and 8 cards: a group of g has g - 1 links."""
+    cluster = read_cluster("atlas-800t-a2")
+
+    assert rate(cluster, "all_gather", group(size)) == pytest.approx(measured, rel=0.16)
+    assert rate(cluster, "all_to_all", group(size)) == pytest.approx(measured, rel=0.16)
+
+
+def test_swap_on_a_full_mesh_has_one_link() -> None:
+    """Mirror ranks exchange over the single link between them."""
+    cluster = read_cluster("atlas-800t-a2")
+
+    assert rate(cluster, "p2p", group(8)) == pytest.approx(28 * 0.66, rel=0.01)
+
+
+def test_switch_bandwidth_does_not_depend_on_the_group() -> None:
+    """NVSwitch gives a pair what it gives eight."""
+    cluster = read_cluster("hgx-h100")
+
+    assert rate(cluster, "all_to_all", group(2)) == pytest.approx(308, rel=0.02)
+    assert rate(cluster, "all_to_all", group(8)) == pytest.approx(308, rel=0.02)
+
+
+@pytest.mark.parametrize(("mib", "GBps"), [(1, 59), (16, 194), (64, 265), (256, 308), (4096, 308)])
+def test_measured_curve_is_met_at_its_points(mib: float, GBps: float) -> None:
+    """Small messages never reach the peak; below the first point the time stays."""
+    cluster, sent = read_cluster("hgx-h100"), mib * 2**20
+
+    assert rate(cluster, "all_to_all", group(8), sent) == pytest.approx(GBps, rel=0.01)
+    tiny = transfer(cluster, "all_to_all", group(8), 2**10).seconds
+    assert tiny == pytest.approx(2**20 / 59e9, rel=0.01)
+
+
+def test_two_tier_all_to_all_waits_for_the_slower_tier() -> None:
+    """16 ranks on two nodes: 8 of 15 peers are across, one NIC per rank."""
+    cluster, sent = read_cluster("atlas-800t-a2"), 15 * GB
+    found = transfer(cluster, "all_to_all", group(16), sent)
+
+    assert found.tier == "RoCE"
+    assert found.tier_bytes == pytest.approx(8 * GB)
+    assert found.seconds == pytest.approx(8 / (25 * 0.7), rel=0.01)
+
+
+def test_two_tier_gather_crosses_once_and_spreads_inside() -> None:
+    """(N - 1) s / B_nic + (g - 1) N s / B_in for N = 2 nodes of g = 8."""
+    cluster, shard = read_cluster("atlas-800t-a2"), GB
+    found = transfer(cluster, "all_gather", group(16), 15 * shard)
+
+    assert found.seconds == pytest.approx(1 / 17.5 + 7 * 2 / (7 * 28 * 0.66), rel=0.01)
+
+
+def test_stride_decides_who_shares_a_node() -> None:
+    """With 8 TP ranks between them, CP neighbours never share an 8-card node."""
+    cluster = read_cluster("atlas-800t-a2")
+
+    assert transfer(cluster, "all_to_all", group(4, stride=2), GB).tier == "HCCS"
+    assert transfer(cluster, "all_to_all", group(4, stride=8), GB).tier == "RoCE"
+    assert transfer(cluster, "all_to_all", group(8, stride=4), GB).tier == "RoCE"
+
+
+def test_shared_bus_is_shared_by_all_ranks_of_the_job() -> None:
+    """Two groups of two get no more than one group of four."""
+    cluster = read_cluster("cpu-gloo")
+
+    assert rate(cluster, "all_to_all", group(2, world=4)) == pytest.approx(4 * 0.5 / 4, rel=0.01)
+    assert rate(cluster, "all_to_all", group(4, world=4)) == pytest.approx(4 * 0.5 / 4, rel=0.01)
+
+
+def test_group_of_one_takes_no_time() -> None:
+    """Nothing to send, nothing to wait for."""
+    assert transfer(read_cluster("cpu-gloo"), "all_gather", group(1), 0).seconds == 0
+
+
+@pytest.mark.parametrize("name", ["atlas-800t-a2", "hgx-h100", "cpu-gloo"])
+@pytest.mark.parametrize("kind", ["all_to_all", "all_gather", "reduce_scatter", "p2p"])
+@pytest.mark.parametrize("size", [2, 4, 8, 16, 64])
+def test_no_transfer_beats_the_peak_of_its_tier(name: str, kind: str, size: int) -> None:
+    """Physical plausibility: bytes over time stay below the link's peak, and more takes longer."""
+    cluster = read_cluster(name)
+    times = []
+    for sent in (1e3, 1e6, 1e8, 1e10):
+        found = transfer(cluster, kind, group(size), sent)
+        times.append(found.seconds)
+        assert 0 < found.share_of_peak <= 1
+        assert found.tier_bytes / found.seconds <= found.GBps * GB * 1.0001
+    assert times == sorted(times)

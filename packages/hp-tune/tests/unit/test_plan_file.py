@@ -1,0 +1,117 @@
+"""plan.json: deterministic, tamper-evident, and a style at the end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import hp_tune
+from hp_tune.cluster import read_cluster
+from hp_tune.engine import search
+from hp_tune.errors import PlanMismatchError, PlanSchemaError
+from hp_tune.hf_config import read_model
+from hp_tune.plan_file import PlanFile, load, write
+from hp_tune.workload import LAYOUT_DIMS, Workload
+
+
+def plan(seq_len: int = 65536, layout: str = "BSND", world_size: int | None = None) -> PlanFile:
+    """The plan of Qwen2.5-7B on one Atlas node."""
+    workload = Workload.model_validate(
+        {"seq_len": seq_len, "cp_size": 8, "layout": layout, "world_size": world_size}
+    )
+    result = search(
+        read_model("Qwen2.5-7B"), read_cluster("atlas-800t-a2"), workload, overlap=False
+    )
+    assert result.plan is not None
+    return result.plan
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A written plan."""
+    found = tmp_path / "plan.json"
+    write(plan(), found)
+    return found
+
+
+def test_same_inputs_give_the_same_bytes(tmp_path: Path, path: Path) -> None:
+    """No clock, no host, no order of a set."""
+    again = tmp_path / "again.json"
+    write(plan(), again)
+
+    assert again.read_bytes() == path.read_bytes()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_plan_reads_back_as_written(path: Path) -> None:
+    """Loading checks the schema and the digest, and gives the same object."""
+    assert load(path) == plan()
+    assert hp_tune.load(str(path)).digest == json.loads(path.read_text())["digest"]
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUT_DIMS))
+def test_style_arguments_follow_choice_and_layout(layout: str) -> None:
+    """The winner of this search is balanced Colossal; dims are the layout's; overrides win."""
+    entry = plan(layout=layout).select(seq_len=65536, world_size=8)
+    seq_dim, head_dim = LAYOUT_DIMS[layout]
+
+    assert entry.style_kwargs() == {
+        "seq_dim": seq_dim,
+        "head_dim": head_dim,
+        "ulysses_degree": 1,
+        "load_balance": True,
+    }
+    assert entry.style_kwargs(use_local_output=True)["use_local_output"]
+    assert entry.plan.mode == "colossal"
+
+
+def test_select_serves_half_to_twice_the_length_and_whole_replicas(path: Path) -> None:
+    """Other lengths and rank counts are refused with what the plan was made for."""
+    found = load(path)
+
+    for seq_len, world in [(32768, 8), (131072, 64), (65536, 8)]:
+        assert found.select(seq_len=seq_len, world_size=world).when.seq_len == 65536
+    with pytest.raises(PlanMismatchError, match=r"seq_len \(16384\) must be in \[32768, 131072\]"):
+        found.select(seq_len=16384, world_size=8)
+    assert found.select(seq_len=16384, world_size=8, extrapolate=True)
+    with pytest.raises(PlanMismatchError, match=r"world_size \(12\) must be a multiple .*8 x 1"):
+        found.select(seq_len=65536, world_size=12)
+    with pytest.raises(PlanMismatchError, match=r"sequence length \(65544\).* pad .* to 65552"):
+        found.select(seq_len=65544, world_size=8)
+
+
+def test_an_edited_plan_is_refused(path: Path) -> None:
+    """One changed number breaks the digest; other files are told apart."""
+    text = path.read_text()
+    path.write_text(text.replace('"load_balance": true', '"load_balance": false', 1))
+    with pytest.raises(PlanSchemaError, match="changed after it was written"):
+        load(path)
+    path.write_text(text.replace("hp-tune/plan/1", "hp-tune/plan/9"))
+    with pytest.raises(PlanSchemaError, match=r"schema \('hp-tune/plan/9'\) must be"):
+        load(path)
+    path.write_text(text.replace('"margin"', '"margins"'))
+    with pytest.raises(PlanSchemaError, match=r"entries\.0\.margins"):
+        load(path)
+    path.write_text("{}")
+    with pytest.raises(PlanSchemaError, match="schema"):
+        load(path)
+    with pytest.raises(PlanSchemaError, match="cannot be read"):
+        load(path.with_name("none.json"))
+
+
+def test_plan_carries_reasons_and_alternatives() -> None:
+    """Three alternatives, every rejected point with its rule, the margin."""
+    (entry,) = plan().entries
+
+    assert len(entry.alternatives) == 3
+    assert [r.rule for r in entry.rejected] == ["V05", "V05", "V03", "V05"]
+    assert all(r.hint and r.numbers for r in entry.rejected)
+    assert entry.margin == pytest.approx(entry.alternatives[0].vs_best - 1, abs=1e-4)
+
+
+def test_plan_may_be_written_nowhere_else(tmp_path: Path) -> None:
+    """A folder that does not exist is one sentence."""
+    with pytest.raises(hp_tune.UsageError, match=r"--out .* cannot be written"):
+        write(plan(), tmp_path / "none" / "plan.json")
