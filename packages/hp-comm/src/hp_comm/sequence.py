@@ -6,7 +6,7 @@ Cutting needs no communication and lives in `hp_mesh`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,11 +17,9 @@ from hp_comm import _torch
 from hp_comm.collectives import gather_seq
 from hp_comm.counters import record
 from hp_mesh.checks import fail, require, require_divisible
-from hp_mesh.window import head_tail_rows
+from hp_mesh.sequence import Order, join_sequence
 
 __all__ = ["count_tokens", "global_loss", "unshard_sequence"]
-
-Order = Literal["contiguous", "head_tail"]
 
 
 def unshard_sequence(
@@ -65,23 +63,15 @@ def unshard_sequence(
         require(
             0 <= length <= total, where, f"length ({length}) must be in 0..{total}, what there is"
         )
-    if sum_gradients:
-        whole = gather_seq(x, group, seq_dim=dim, lengths=lengths)
-    else:
-        whole = gather_seq(x.detach(), group, seq_dim=dim, lengths=lengths)
-        shards = list(torch.split(whole, list(part.counts), dim))
-        shards[rank] = x
-        whole = torch.cat(shards, dim)
+    whole = gather_seq(x if sum_gradients else x.detach(), group, seq_dim=dim, lengths=lengths)
+    shards = list(torch.split(whole, list(part.counts), dim))
+    if not sum_gradients:
+        shards[rank] = x  # the only shard that a gradient flows to
     if order == "head_tail":
-        whole = _natural_order(whole, dim, size)
+        whole = join_sequence(shards, seq_dim=dim, order=order)
+    elif not sum_gradients:
+        whole = torch.cat(shards, dim)
     return whole if length is None else whole.narrow(dim, 0, length)
-
-
-def _natural_order(x: Tensor, dim: int, size: int) -> Tensor:
-    chunks = x.chunk(2 * size, dim) if x.shape[dim] else (x,) * (2 * size)
-    rows = [rows for rank in range(size) for rows in head_tail_rows(rank, size, 2 * size)]
-    order = sorted(range(2 * size), key=rows.__getitem__)
-    return torch.cat([chunks[i] for i in order], dim)
 
 
 def count_tokens(weights: Tensor | Iterable[Tensor], group: ProcessGroup) -> Tensor:
@@ -139,7 +129,7 @@ def global_loss(
     group: ProcessGroup,
     *,
     weights: Tensor | None = None,
-    total: Tensor | None = None,
+    total: Tensor | int | None = None,
     gradient_divisor: int | None = None,
 ) -> Tensor:
     r"""Return the mean loss over all tokens of all ranks; every token weighs the same.
@@ -189,7 +179,8 @@ def global_loss(
     dtype = _sum_dtype(losses.dtype)
     # where, not times: the loss of an ignored token may be NaN or infinite
     kept = torch.where(weights != 0, losses.to(dtype) * weights, losses.new_zeros((), dtype=dtype))
-    if total is None:
-        total = count_tokens(weights, group)
-    result: Tensor = cast(Any, _GlobalLoss).apply(kept.sum(), total, group, float(gradient_divisor))
+    total = count_tokens(weights, group) if total is None else torch.as_tensor(total)
+    result: Tensor = cast(Any, _GlobalLoss).apply(
+        kept.sum(), total.to(losses.device), group, float(gradient_divisor)
+    )
     return result

@@ -61,6 +61,26 @@ def test_both_kinds_of_loss_give_the_unsharded_gradient(order: Any) -> None:
     ranks(P).run(on)
 
 
+@pytest.mark.parametrize("sums", [True, False])
+def test_shards_of_unequal_length_are_put_together(sums: bool) -> None:
+    """Forward and backward, one rank without any token."""
+    lengths = [4, 0, 3]
+    whole, starts = randn(2, 7, 3), [0, 4, 4]
+
+    def on(rank: int) -> None:
+        x = whole.narrow(1, starts[rank], lengths[rank]).clone().requires_grad_()
+        y = unshard_sequence(
+            x, dist.group.WORLD, seq_dim=1, lengths=lengths, length=6, sum_gradients=sums
+        )
+        assert torch.equal(y, whole[:, :6])
+        y.sum().backward()
+        expected = torch.full_like(whole, 3.0 if sums else 1.0)
+        expected[:, 6:] = 0
+        assert torch.equal(x.grad, expected.narrow(1, starts[rank], lengths[rank]))
+
+    ranks(3).run(on)
+
+
 def test_bad_arguments_of_unshard_are_refused() -> None:
     """Order, length and odd halves, before anything is sent."""
 

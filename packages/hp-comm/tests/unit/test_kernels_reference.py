@@ -80,6 +80,10 @@ def test_unpack_zeroes_a_position_that_nobody_sends() -> None:
     assert torch.equal(back[:, :, [1, 3]], xs[0][:, :, [1, 3]])
     assert not back[:, :, [0, 2]].any()
 
+    with poison_empty():
+        (nothing,) = unpack(torch.empty(0), [[2, 3, 4, 2]], [2], [0, 0], [])
+    assert not nothing.any()
+
 
 def test_pack_takes_any_strides() -> None:
     """Transposed, expanded and sliced inputs give the bits of their dense copies."""

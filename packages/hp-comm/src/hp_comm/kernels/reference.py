@@ -178,14 +178,15 @@ def unpack(
 def _zero_what_nobody_sends(
     outs: list[Tensor], dims: list[int], counts: list[int], index: list[int]
 ) -> None:
-    if not index:
-        return
     num_parts = len(counts) // len(outs)
     at = 0
     for t, out in enumerate(outs):
         total = sum(counts[t * num_parts : (t + 1) * num_parts])
-        for position in set(range(out.shape[dims[t]])) - set(index[at : at + total]):
-            out.select(dims[t], position).zero_()
+        if index:
+            for position in set(range(out.shape[dims[t]])) - set(index[at : at + total]):
+                out.select(dims[t], position).zero_()
+        else:
+            out.narrow(dims[t], total, out.shape[dims[t]] - total).zero_()
         at += total
 
 
