@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hp_mesh.testing import count_collectives, randn, ranks
+from hp_mesh.testing import assert_close, count_collectives, largest_allocation, randn, ranks
 
 P = 3
 ROW = 5 * 8  # bytes of a row of five float64
@@ -188,6 +188,39 @@ def test_dtensor_and_fsdp_are_seen() -> None:
     dtensor, fsdp = ranks(2).run(counted)[0]
     assert dtensor == {"all_gather": 1}
     assert fsdp == {"all_gather": 1, "reduce_scatter": 1}, "the root keeps what it gathered"
+
+
+def test_what_dtensor_does_inside_an_operator_is_seen() -> None:
+    """A matmul of two row-sharded matrices must gather one of them: both tools see it."""
+    a, b = randn(6, 10), randn(10, 4, seed=1)
+
+    def counted(rank: int) -> tuple[dict[str, int], int, torch.Tensor]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("p",))
+        da = DTensor.from_local(a.chunk(2)[rank], mesh, [Shard(0)], run_check=False)
+        db = DTensor.from_local(b.chunk(2)[rank], mesh, [Shard(0)], run_check=False)
+        with count_collectives() as seen, largest_allocation() as memory:
+            product = da @ db
+        return seen.summary(), memory.largest, product.full_tensor()
+
+    for summary, largest, product in ranks(2).run(counted):
+        assert summary == {"all_gather": 1}
+        assert largest in (a.numel() * 8, b.numel() * 8)
+        assert_close(product, a @ b)
+
+
+def test_collectives_inside_a_custom_operator_are_seen() -> None:
+    @torch.library.custom_op("hp_mesh_test::sum_over_ranks", mutates_args=())
+    def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        dist.all_reduce(y)
+        return y
+
+    def counted(rank: int) -> tuple[dict[str, int], int]:
+        with count_collectives() as seen:
+            total = sum_over_ranks(torch.tensor([rank + 1]))
+        return seen.summary(), int(total)
+
+    assert ranks(3).run(counted) == [({"all_reduce": 1}, 6)] * 3
 
 
 def test_threads_count_apart_and_subgroups_tell_their_ranks() -> None:

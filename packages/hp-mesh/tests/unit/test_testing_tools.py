@@ -143,6 +143,17 @@ def test_backward_and_recomputation_are_measured_too() -> None:
     assert memory.largest == 300 * 300 * 8
 
 
+def test_buffers_inside_a_custom_operator_are_seen() -> None:
+    @torch.library.custom_op("hp_mesh_test::wasteful", mutates_args=())
+    def wasteful(x: torch.Tensor) -> torch.Tensor:
+        return torch.outer(x, x).sum(0)
+
+    with peak_memory() as memory:
+        out = wasteful(randn(50))
+    assert memory.largest == 50 * 50 * 8
+    assert memory.live == out.untyped_storage().nbytes() == 50 * 8
+
+
 def test_it_tells_attention_that_makes_the_scores_from_one_that_does_not() -> None:
     S = 256
     q, k, v = (randn(1, 1, S, 8, seed=s, dtype=torch.float32) for s in range(3))

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from hp_mesh.testing._watch import Watch, tensors_in
 
 __all__ = ["Collective", "count_collectives"]
 
@@ -109,7 +109,7 @@ class Collective:
     ranks: tuple[int, ...] = ()
 
 
-class count_collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class count_collectives(Watch):  # type: ignore[no-untyped-call]
     """Record the collectives of the block; the object is also the context manager's value.
 
     Example::
@@ -121,7 +121,7 @@ class count_collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.records: list[Collective] = []
 
     def count(self, kind: str | None = None) -> int:
@@ -141,14 +141,12 @@ class count_collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return [record for record in self.records if record.kind != "preflight"]
         return [record for record in self.records if record.kind == kind]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def before(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Record the operator if it is a collective."""
         if func.namespace in _NAMESPACES:
             name = func._schema.name.partition("::")[2]
             if name not in _SILENT:
                 self.records.append(_describe(func._schema.name, name, args))
-        return func(*args, **(kwargs or {}))
 
 
 def _describe(op: str, name: str, args: tuple[Any, ...]) -> Collective:
@@ -157,7 +155,7 @@ def _describe(op: str, name: str, args: tuple[Any, ...]) -> Collective:
     kind = _KINDS[name]
     group = _group(args)
     size = group.size()
-    tensors = [t for t in tree_leaves(args[_INPUT_AT.get(name, 0)]) if isinstance(t, Tensor)]
+    tensors = list(tensors_in(args[_INPUT_AT.get(name, 0)]))
     dtype = tensors[0].dtype if tensors else None
     if kind == "all_gather" and dtype == torch.uint8:
         kind = "preflight"

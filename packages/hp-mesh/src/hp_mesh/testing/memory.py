@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from hp_mesh.testing._watch import Watch, tensors_in
 
 __all__ = ["largest_allocation", "peak_memory", "poison_empty"]
 
@@ -67,11 +67,12 @@ def _poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return poisoned
 
 
-class peak_memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class peak_memory(Watch):  # type: ignore[no-untyped-call]
     """Record the memory that operators in the block allocate in this thread, backward included.
 
-    Counted are the storages of operators' results, while they live; what an operator uses inside
-    and frees before it returns is not seen, nor is what existed before the block.
+    Counted are the storages of operators' results, while they live, custom operators in Python
+    looked into; what a built-in operator uses inside and frees before it returns is not seen, nor
+    is what existed before the block.
 
     Attributes:
         peak: Most bytes alive at one time.
@@ -81,30 +82,24 @@ class peak_memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.peak = 0
         self.live = 0
         self.largest = 0
         self.largest_op = ""
         self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        for leaf in tree_iter((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self._know(leaf)
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_iter(result):
-            if isinstance(leaf, Tensor):
-                self._add(leaf, str(func))
-        return result
+    def before(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Take note of the arguments' storages, so that a view of them costs nothing."""
+        for x in tensors_in((args, kwargs)):
+            storage = _storage(x)
+            if storage is not None and id(storage) not in self._seen:
+                self._watch(storage, 0)
 
-    def _know(self, x: Tensor) -> None:
-        """Take note of a storage that was there before, so that a view of it costs nothing."""
-        storage = _storage(x)
-        if storage is not None and id(storage) not in self._seen:
-            self._watch(storage, 0)
+    def after(self, func: torch._ops.OpOverload, result: Any) -> None:
+        """Add the storages that the operator made."""
+        for x in tensors_in(result):
+            self._add(x, str(func))
 
     def _add(self, x: Tensor, op: str) -> None:
         storage = _storage(x)
