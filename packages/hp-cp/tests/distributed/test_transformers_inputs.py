@@ -168,6 +168,20 @@ def test_positions_are_global_without_being_given(tiny: Tiny) -> None:
         assert torch.equal(got, torch.arange(S)[None].tensor_split(P, dim=1)[rank])
 
 
+def test_the_same_positions_on_all_ranks_are_documents_and_a_warning(tiny: Tiny) -> None:
+    model = tiny()
+    twice = torch.arange(S // P).repeat(P)[None]
+    expected = model(IDS, position_ids=twice, use_cache=False).logits
+
+    with pytest.warns(UserWarning, match="all 2 ranks gave the same ones"):
+        got = ranks(P).run(
+            lambda rank: parallel(model)(cut(IDS, rank), position_ids=cut(twice, rank)).logits
+        )
+
+    for rank, logits in enumerate(got):
+        assert_close(logits, cut(expected, rank))
+
+
 LABELS = IDS.masked_fill(torch.arange(S) < 9, -100)
 SHIFTED = F.pad(LABELS, (0, 1), value=-100)[:, 1:]
 

@@ -26,7 +26,8 @@ from transformers.masking_utils import find_packed_sequence_indices
 
 from hp_comm import gather_seq, preflight
 from hp_cp.transformers import _mesh
-from hp_mesh.checks import fail, require
+from hp_cp.transformers._refusals import check_call, check_rotary, tokens_of
+from hp_mesh.checks import require
 
 __all__ = ["GlobalCall", "enter_model"]
 
@@ -92,7 +93,9 @@ def enter_model(
             # a mask of global length makes transformers describe its pattern for all keys
             visible = call.padding
             if visible is None:
+                batch = len(tokens_of(named, type(model).__name__))
                 visible = torch.ones_like(call.position_ids[:1], dtype=torch.bool)
+                visible = visible.expand(batch, -1)
             named["attention_mask"] = visible
         named["use_cache"] = False  # the config's default; whoever asks for a cache was refused
     return (), named
@@ -110,29 +113,20 @@ def _settle(model: PreTrainedModel, named: dict[str, Any], ranks: _mesh.CpRanks)
     problem: ValueError | None = None
     shapes: dict[str, object] = {}
     try:
-        shapes = _check(model, named, ranks, where)
+        shapes = check_call(model, named, ranks.size, where)
     except ValueError as error:
         problem = error
     index: int = vars(model).get("_hp_cp_calls", 0)
     vars(model)["_hp_cp_calls"] = index + 1
     preflight(ranks.group, where, shapes, error=problem, call_index=index)
 
-    tokens = _tokens(named, where)
+    tokens = tokens_of(named, where)
     local = tokens.shape[1]
     whole = local * ranks.size
     facts = _facts(named, tokens.device, whole, ranks)
     call = GlobalCall(ranks.group, ranks.rank, local, whole, *facts)
-    _check_rotary(model, call, where)
+    check_rotary(model, call.position_ids, where)
     return call
-
-
-def _tokens(named: dict[str, Any], where: str) -> Tensor:
-    tokens: Tensor | None = named.get("input_ids")
-    if tokens is None:
-        tokens = named.get("inputs_embeds")
-    if tokens is None:
-        raise fail(where, "input_ids or inputs_embeds must be given by keyword or first argument")
-    return tokens
 
 
 def _facts(
@@ -165,7 +159,7 @@ def _facts(
 
 def _warn_of_local_positions(positions: Tensor, size: int) -> None:
     """Warn where all ranks gave the same positions: documents, or a rank counting its own shard."""
-    shards = positions.unflatten(1, (size, -1))
+    shards = positions.reshape(len(positions), size, -1)
     if bool((shards == shards[:, :1]).all()):
         warnings.warn(
             f"position_ids: all {size} ranks gave the same ones, which are read as {size} packed "
@@ -193,113 +187,6 @@ def _refuse_packing_under_a_mask(
         "they restart between visible tokens (packed documents) while attention_mask is given, "
         "and must come without one: transformers ignores documents then",
         "drop attention_mask, or pass a 4-D mask that keeps the documents apart",
-    )
-
-
-def _check(
-    model: PreTrainedModel, named: dict[str, Any], ranks: _mesh.CpRanks, where: str
-) -> dict[str, object]:
-    """Refuse what has no meaning for a shard; return the shapes that must agree on all ranks."""
-    name = str(model.config._attn_implementation)
-    require(
-        name.startswith("hp_cp_"),
-        where,
-        f"the attention implementation ({name}) must be one of hp_cp_sdpa, hp_cp_eager: core_"
-        "attention would not be called",
-        f'model.set_attn_implementation("hp_cp_{name}")',
-    )
-    _check_unsupported(model, named, where)
-    tokens = _tokens(named, where)
-    batch, local = tokens.shape[:2]
-    whole = local * ranks.size
-    shapes: dict[str, object] = {"tokens": (batch, local)}
-    for key in ("attention_mask", "position_ids", "labels", "shift_labels"):
-        given = named.get(key)
-        if given is None or isinstance(given, dict):
-            shapes[key] = type(given).__name__
-            continue
-        shapes[key] = tuple(given.shape) if given.ndim == 2 else f"{given.ndim}-D"
-        if key == "attention_mask" and given.ndim == 4:
-            continue  # core_attention checks it against its window
-        require(
-            given.ndim == 2 and given.shape[1] in (local, whole),
-            where,
-            f"{key} (shape {tuple(given.shape)}) must be [batch, {local}] (this rank's shard) or "
-            f"[batch, {whole}] (the whole sequence)",
-            "cut it as the tokens were cut, or pass it whole",
-        )
-    return shapes
-
-
-def _check_unsupported(model: PreTrainedModel, named: dict[str, Any], where: str) -> None:
-    cache = named.get("cache", named.get("past_key_values"))
-    if cache is not None:
-        held = cache.get_seq_length()
-        raise fail(
-            where,
-            f"cache (a KV cache holding {held} tokens) must be None under context parallelism: it "
-            "would hold this rank's keys only",
-            "decode with a model without context parallelism",
-        )
-    require(
-        not named.get("use_cache"),
-        where,
-        "use_cache (True) must be False under context parallelism: a KV cache would hold this "
-        "rank's keys only",
-        "pass use_cache=False",
-    )
-    attentions = named.get("output_attentions")
-    if attentions is None:
-        attentions = getattr(model.config, "output_attentions", False)
-    require(
-        not attentions,
-        where,
-        "output_attentions (True) must be False under context parallelism: no rank has all rows",
-        "pass output_attentions=False",
-    )
-    keep = named.get("logits_to_keep", 0)
-    require(
-        isinstance(keep, int) and keep == 0,
-        where,
-        f"logits_to_keep ({keep!r}) must be 0 under context parallelism: it would count from the "
-        "end of every rank's shard",
-        "cut the logits afterwards",
-    )
-    require(
-        named.get("cu_seq_lens_q") is None and named.get("cu_seq_lens_k") is None,
-        where,
-        "cu_seq_lens_q and cu_seq_lens_k must be None: sdpa and eager attention ignore them",
-        "say where documents begin with position_ids that restart",
-    )
-    layers = set(getattr(model.config, "layer_types", None) or ())
-    unknown = sorted(layers - {"full_attention", "sliding_attention", "chunked_attention"})
-    require(
-        not unknown,
-        where,
-        f"layer_types ({', '.join(unknown)}) must be attention layers: a layer that carries a "
-        "state along the sequence would start anew on every rank",
-        "use a model with full, sliding or chunked attention only",
-    )
-
-
-def _check_rotary(model: PreTrainedModel, call: GlobalCall, where: str) -> None:
-    """Refuse rotary scalings that look at the largest position, which differs between ranks."""
-    rotary = getattr(model.config, "rope_parameters", None) or {}
-    if "rope_type" not in rotary:
-        return
-    kind = rotary["rope_type"]
-    if kind != "longrope" and "dynamic" not in kind:
-        return
-    limit = rotary.get("original_max_position_embeddings")
-    if kind != "longrope" or limit is None:
-        limit = model.config.max_position_embeddings
-    reach = int(call.position_ids.max()) + 1
-    require(
-        reach <= limit,
-        where,
-        f"the sequence length ({reach}) must be at most {limit} with rope_type {kind!r}: its "
-        "frequencies depend on the largest position, which every rank sees differently",
-        'use a static rope_type ("llama3", "yarn", "linear")',
     )
 
 
