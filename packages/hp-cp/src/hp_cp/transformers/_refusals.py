@@ -1,0 +1,129 @@
+"""What a call of a context-parallel model can't mean: refused by name, before any data moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hp_mesh.checks import fail, require
+
+__all__ = ["check_call", "check_rotary", "tokens_of"]
+
+
+def tokens_of(named: dict[str, Any], where: str) -> Tensor:
+    """Return what the sequence is made of: ``input_ids`` or ``inputs_embeds``."""
+    tokens: Tensor | None = named.get("input_ids")
+    if tokens is None:
+        tokens = named.get("inputs_embeds")
+    if tokens is None:
+        raise fail(where, "input_ids or inputs_embeds must be given by keyword or first argument")
+    return tokens
+
+
+def check_call(
+    model: PreTrainedModel, named: dict[str, Any], cp_size: int, where: str
+) -> dict[str, object]:
+    """Refuse what has no meaning for a shard; return the shapes that must agree on all ranks."""
+    name = str(model.config._attn_implementation)
+    require(
+        name.startswith("hp_cp_"),
+        where,
+        f"the attention implementation ({name}) must be one of hp_cp_sdpa, hp_cp_eager: core_"
+        "attention would not be called",
+        f'model.set_attn_implementation("hp_cp_{name}")',
+    )
+    _check_unsupported(model, named, where)
+    tokens = tokens_of(named, where)
+    batch, local = tokens.shape[:2]
+    whole = local * cp_size
+    shapes: dict[str, object] = {"tokens": (batch, local)}
+    for key in ("attention_mask", "position_ids", "labels", "shift_labels"):
+        given = named.get(key)
+        if given is None or isinstance(given, dict):
+            shapes[key] = type(given).__name__
+            continue
+        shapes[key] = tuple(given.shape) if given.ndim == 2 else f"{given.ndim}-D"
+        if key == "attention_mask" and given.ndim == 4:
+            continue  # core_attention checks it against its window
+        require(
+            given.ndim == 2 and given.shape[1] in (local, whole),
+            where,
+            f"{key} (shape {tuple(given.shape)}) must be [batch, {local}] (this rank's shard) or "
+            f"[batch, {whole}] (the whole sequence)",
+            "cut it as the tokens were cut, or pass it whole",
+        )
+    return shapes
+
+
+def _check_unsupported(model: PreTrainedModel, named: dict[str, Any], where: str) -> None:
+    cache = named.get("cache", named.get("past_key_values"))
+    if cache is not None:
+        held = cache.get_seq_length()
+        raise fail(
+            where,
+            f"cache (a KV cache holding {held} tokens) must be None under context parallelism: it "
+            "would hold this rank's keys only",
+            "decode with a model without context parallelism",
+        )
+    require(
+        not named.get("use_cache"),
+        where,
+        "use_cache (True) must be False under context parallelism: a KV cache would hold this "
+        "rank's keys only",
+        "pass use_cache=False",
+    )
+    attentions = named.get("output_attentions")
+    if attentions is None:
+        attentions = getattr(model.config, "output_attentions", False)
+    require(
+        not attentions,
+        where,
+        "output_attentions (True) must be False under context parallelism: no rank has all rows",
+        "pass output_attentions=False",
+    )
+    keep = named.get("logits_to_keep", 0)
+    require(
+        isinstance(keep, int) and keep == 0,
+        where,
+        f"logits_to_keep ({keep!r}) must be 0 under context parallelism: it would count from the "
+        "end of every rank's shard",
+        "cut the logits afterwards",
+    )
+    require(
+        named.get("cu_seq_lens_q") is None and named.get("cu_seq_lens_k") is None,
+        where,
+        "cu_seq_lens_q and cu_seq_lens_k must be None: sdpa and eager attention ignore them",
+        "say where documents begin with position_ids that restart",
+    )
+    layers = set(getattr(model.config, "layer_types", None) or ())
+    unknown = sorted(layers - {"full_attention", "sliding_attention", "chunked_attention"})
+    require(
+        not unknown,
+        where,
+        f"layer_types ({', '.join(unknown)}) must be attention layers: a layer that carries a "
+        "state along the sequence would start anew on every rank",
+        "use a model with full, sliding or chunked attention only",
+    )
+
+
+def check_rotary(model: PreTrainedModel, position_ids: Tensor, where: str) -> None:
+    """Refuse rotary scalings that look at the largest position, which differs between ranks."""
+    rotary = getattr(model.config, "rope_parameters", None) or {}
+    if "rope_type" not in rotary:
+        return
+    kind = rotary["rope_type"]
+    if kind != "longrope" and "dynamic" not in kind:
+        return
+    limit = rotary.get("original_max_position_embeddings")
+    if kind != "longrope" or limit is None:
+        limit = model.config.max_position_embeddings
+    reach = int(position_ids.max()) + 1
+    require(
+        reach <= limit,
+        where,
+        f"the sequence length ({reach}) must be at most {limit} with rope_type {kind!r}: its "
+        "frequencies depend on the largest position, which every rank sees differently",
+        'use a static rope_type ("llama3", "yarn", "linear")',
+    )
