@@ -6,8 +6,9 @@ imports neither torch nor optuna.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from hp_mesh.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hp_tune.cluster import Cluster, read_cluster
@@ -53,6 +54,7 @@ __all__ = [
 _HOMES = {
     "hp_tune.cluster": ("Cluster", "read_cluster"),
     "hp_tune.cost": ("Prediction", "predict"),
+    "hp_tune.engine": ("Result", "search"),
     "hp_tune.errors": (
         "NoConfigurationError",
         "PlanMismatchError",
@@ -64,20 +66,9 @@ _HOMES = {
     "hp_tune.hf_config": ("model_from_config", "read_model"),
     "hp_tune.model": ("Attention", "Model"),
     "hp_tune.plan_file": ("Entry", "PlanFile", "load"),
-    "hp_tune.engine": ("Result", "search"),
     "hp_tune.workload": ("Config", "Workload"),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-
-def __getattr__(name: str) -> object:
-    """Import a public name from its module at first use."""
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'hp_tune' has no attribute {name!r}")
-    value = getattr(import_module(_HOME_OF[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(
+    __name__, {name: home for home, names in _HOMES.items() for name in names}
+)

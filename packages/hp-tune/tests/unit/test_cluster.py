@@ -94,8 +94,9 @@ def test_numbers_that_no_device_has_are_refused(
 
 def test_bare_numbers_are_taken_as_assumed(tmp_path: Path) -> None:
     """A quick file may leave the sources out; the report then says assumed."""
-    text = '{value: 60.32, source: measured, ref: "FlagPerf main_memory-capacity, Atlas 800T A2 (64 GB part)"}'
-    cluster = read_cluster(edited(tmp_path, text, "61"))
+    lines = cluster_presets()["atlas-800t-a2"].read_text().splitlines()
+    (text,) = (line for line in lines if "memory_GiB" in line)
+    cluster = read_cluster(edited(tmp_path, text, "  memory_GiB: 61"))
 
     assert cluster.device.memory_GiB == Number(
         value=61, source="assumed", ref="given without a source"

@@ -164,7 +164,7 @@ def test_nested_text_config_is_found_and_the_vision_tower_is_not() -> None:
 
 
 def test_latent_attention_ignores_head_dim() -> None:
-    """MLA: q heads are nope + rope, every head has its own K and V; GLM-5's head_dim is the rope."""
+    """MLA: q heads are nope + rope, each head has its own K and V; head_dim is the rope's."""
     model = read(
         model_type="glm_moe_dsa", head_dim=4, qk_nope_head_dim=12, qk_rope_head_dim=4,
         v_head_dim=16, kv_lora_rank=32, num_key_value_heads=1, index_topk=7,
@@ -220,7 +220,7 @@ def test_contradictions_are_refused(fields: dict[str, Any], text: str) -> None:
 
 
 def test_json_pitfalls(tmp_path: Path) -> None:
-    """BOM, NaN and a folder are read; duplicate keys and broken JSON are refused with their place."""
+    """BOM, NaN and a folder are read; duplicate keys and broken JSON are refused by place."""
     path = tmp_path / "config.json"
     text = json.dumps(config(attention_dropout=float("nan"), torch_dtype="float16"))
     path.write_text(text, encoding="utf-8-sig")
@@ -236,7 +236,7 @@ def test_json_pitfalls(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(UsageError, match="must hold a JSON object, not list"):
         read_model(path)
-    with pytest.raises(UsageError, match="did you mean Llama-3.1-8B"):
+    with pytest.raises(UsageError, match=r"did you mean Llama-3\.1-8B"):
         read_model("llama-3.1-8")
     with pytest.raises(UsageError, match=r"must hold a config\.json"):
         read_model(Path(__file__).parent)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import hp_cp
 import hp_tune
 from hp_tune.cluster import read_cluster
 from hp_tune.engine import search
@@ -65,6 +66,16 @@ def test_style_arguments_follow_choice_and_layout(layout: str) -> None:
     }
     assert entry.style_kwargs(use_local_output=True)["use_local_output"]
     assert entry.plan.mode == "colossal"
+
+
+def test_style_is_the_style_of_hp_cp() -> None:
+    """The last call of a training script: an object to apply, with the arguments of the plan."""
+    style = plan(layout="BNSD").select(seq_len=65536, world_size=8).style(use_local_output=True)
+
+    assert type(style) is hp_cp.ContextParallel
+    assert (style.seq_dim, style.head_dim, style.ulysses_degree) == (2, 1, 1)
+    assert style.load_balance
+    assert style.use_local_output
 
 
 def test_select_serves_half_to_twice_the_length_and_whole_replicas(path: Path) -> None:

@@ -126,7 +126,7 @@ def first(m: Model, config: Config, cluster: str = "atlas-800t-a2", **fields: An
 
 
 def test_each_rule_names_its_numbers_and_a_way_out() -> None:
-    """V01 length, V02 degree, V03 heads, V05 balance, V08 sparse, V10 mesh, V11 memory, V14 index."""
+    """V01 length, V02 degree, V03 heads, V05 balance, V08 DSA, V10 mesh, V11 memory, V14 index."""
     qwen = read_model("Qwen2.5-7B")
     u8, u1, balanced = (
         Config(ulysses_degree=8),

@@ -149,9 +149,12 @@ def test_foreign_files_and_foreign_studies_are_refused(path: Path, tmp_path: Pat
 
 def test_lock_names_its_owner_and_gives_up(path: Path) -> None:
     """A held lock is waited for and said; the error names the process."""
-    with locked(path), pytest.raises(StudyError, match=f"locked by process {os.getpid()}"):
-        with locked(path, timeout=0.1):
-            raise AssertionError("two holders")
+    with (
+        locked(path),
+        pytest.raises(StudyError, match=f"locked by process {os.getpid()}"),
+        locked(path, timeout=0.1),
+    ):
+        raise AssertionError("two holders")
     with locked(path, timeout=0.1):
         descriptor = os.open(f"{path}.flock", os.O_RDWR)
         with pytest.raises(BlockingIOError):
@@ -162,7 +165,7 @@ def test_lock_names_its_owner_and_gives_up(path: Path) -> None:
 def test_a_stale_link_lock_of_optuna_does_not_stop_a_search(path: Path) -> None:
     """A writer killed inside an append leaves Optuna's link; it is broken after seconds."""
     run(path)
-    os.symlink(path, f"{path}.lock")
+    Path(f"{path}.lock").symlink_to(path)
 
     grown = run(path, overlap=True).study
     assert grown is not None
