@@ -21,14 +21,18 @@ TORCH_FREE = [
     "hp_tune",
 ]
 
-# runs first in the child: a blocked name is missing there, as it is where it is not installed
+# runs first in the child: a blocked name is not found, as it is where it is not installed
 BLOCK = """
 import sys
-class Block:
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in BLOCKED:
-            raise ModuleNotFoundError(f"blocked by the test: {name}", name=name)
-sys.meta_path.insert(0, Block())
+        blocked = name.partition(".")[0] in BLOCKED
+        return None if blocked else self.finder.find_spec(name, path, target)
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 """
 
 
