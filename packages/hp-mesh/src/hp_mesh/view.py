@@ -34,6 +34,7 @@ from hp_mesh._torch import (
     push_function_mode,
     remove_function_modes,
 )
+from hp_mesh.contraction import register_contractions
 from hp_mesh.plain import enter_view
 from hp_mesh.window import AttentionWindow, Range
 
@@ -263,3 +264,6 @@ def _default_grad_placements(tensor: DTensor, whole: bool) -> Sequence[Placement
         placements = tensor.placements
     grads = view.partial_grads(placements)
     return None if grads == tuple(placements) else grads
+
+
+register_contractions(register_handler)
