@@ -1,0 +1,79 @@
+"""Run a benchmark: correct first, then timed, then recorded.
+
+    python benchmarks/run.py cp_modes [--rounds 5] [--record FILE.jsonl]
+
+A case is a module of ``benchmarks/cases`` with ``run(rounds) -> list[Record]``. Records are printed
+as a table; ``--record`` appends them as JSON lines with versions and commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent
+CASES = sorted(path.stem for path in (ROOT / "cases").glob("*.py"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one case; exit code 1 if a row of it did not pass its check."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds, interleaved")
+    parser.add_argument("--record", type=Path, help="append the rows to this file as JSON lines")
+    options = parser.parse_args(argv)
+    sys.path.insert(0, str(ROOT / "cases"))
+    rows: list[dict[str, Any]] = importlib.import_module(options.case).run(options.rounds)
+    show(options.case, rows)
+    if options.record is not None:
+        with options.record.open("a") as file:
+            for row in rows:
+                file.write(json.dumps({"bench": options.case, **row, **provenance()}) + "\n")
+    failed = [row["case"] for row in rows if not row["checked"]]
+    if failed:
+        print(f"not right, so not timed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Print the rows as a table, one column for each key."""
+    table = Table(title=title)
+    for key in rows[0]:
+        table.add_column(key, justify="left" if key == "case" else "right")
+    for row in rows:
+        table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()))
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def provenance() -> dict[str, Any]:
+    """Say on what the numbers were taken."""
+    import torch
+
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "device": f"cpu ({platform.machine()})",
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "commit": commit.stdout.strip() or None,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
