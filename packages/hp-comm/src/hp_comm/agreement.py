@@ -13,7 +13,7 @@ that do not.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 
 import torch
@@ -40,6 +40,7 @@ def preflight(
     *,
     error: Exception | None = None,
     call_index: int,
+    way_out: Callable[[Mapping[str, Sequence[str]]], str] | None = None,
 ) -> None:
     """Raise the same ``ValueError`` on every rank if one has an error or the ranks disagree.
 
@@ -52,6 +53,8 @@ def preflight(
         signature: What must be the same on all ranks, by the name to show: shapes, dtypes, plan.
         error: What is already wrong on this rank. The others learn of it in the same call.
         call_index: How many calls of this boundary went before, counted alike on all ranks.
+        way_out: Ends the message about ranks that disagree. Called on every rank with the entries
+            that differ, ``{name: value as text by rank}``; must return the same text on all.
 
     Raises:
         ValueError: With one text on all ranks. If nothing is compared, ``error``, only here.
@@ -65,7 +68,8 @@ def preflight(
     agreed = torch.equal(headers[:, :_TEXT_AT], headers[:1, :_TEXT_AT].expand(len(headers), -1))
     if agreed and not int(headers[0, 0]):
         return
-    raise ValueError(_verdict(where, [bytes(row) for row in headers.tolist()])) from error
+    rows = [bytes(row) for row in headers.tolist()]
+    raise ValueError(_verdict(where, rows, way_out)) from error
 
 
 def _runs(where: str, group: ProcessGroup, call_index: int) -> bool:
@@ -109,21 +113,29 @@ def _text(header: bytes) -> str:
     return header[_TEXT_AT : _TEXT_AT + length].decode(errors="ignore")
 
 
-def _verdict(where: str, headers: Sequence[bytes]) -> str:
+def _verdict(
+    where: str,
+    headers: Sequence[bytes],
+    way_out: Callable[[Mapping[str, Sequence[str]]], str] | None,
+) -> str:
     """Say what is wrong, from the headers alone: the same words on every rank."""
     failed = {rank: _text(header) for rank, header in enumerate(headers) if header[0]}
     if failed:
         return _failures(failed, len(headers))
     fields = [dict(_fields(_text(header))) for header in headers]
     names = dict.fromkeys(name for one in fields for name in one)
-    differences = [
-        f"{name} must be the same on all ranks of the group, not {_by_rank(values)}"
+    differing = {
+        name: values
         for name in names
         if len(set(values := [one.get(name, _ABSENT) for one in fields])) > 1
-    ]
-    if not differences:
-        differences = [f"signatures must be the same on all ranks (beyond {_TEXT_BYTES} bytes)"]
-    return f"{where}: " + "; ".join(differences)
+    }
+    parts = [
+        f"{name} must be the same on all ranks of the group, not {_by_rank(values)}"
+        for name, values in differing.items()
+    ] or [f"signatures must be the same on all ranks (beyond {_TEXT_BYTES} bytes)"]
+    if way_out is not None and (advice := way_out(differing)):
+        parts.append(advice)
+    return f"{where}: " + "; ".join(parts)
 
 
 def _failures(failed: Mapping[int, str], size: int) -> str:

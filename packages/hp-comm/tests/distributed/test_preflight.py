@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,6 +42,24 @@ def test_another_shape_on_one_rank_is_the_same_error_on_all() -> None:
     assert text == (
         "CP: q.shape must be the same on all ranks of the group, "
         "not (1, 4, 2, 4) on ranks 0, 2, 3 and (1, 3, 2, 4) on rank 1"
+    )
+
+
+def test_the_caller_may_end_the_message_with_a_way_out() -> None:
+    """It is given what differs, rank by rank, and not what agrees."""
+
+    def way_out(differing: Mapping[str, Sequence[str]]) -> str:
+        assert list(differing) == ["length"]
+        return f"pad to {sum(map(int, differing['length'])) + 1}"
+
+    def on(rank: int) -> None:
+        signature = {"length": 4 - rank, "degree": 2}
+        preflight(dist.group.WORLD, "CP", signature, call_index=0, way_out=way_out)
+
+    (text,) = _texts(ranks(2).errors(on))
+    assert text == (
+        "CP: length must be the same on all ranks of the group, not 4 on rank 0 and 3 on rank 1; "
+        "pad to 8"
     )
 
 

@@ -16,7 +16,7 @@ run follows from the two degrees of the `Plan`; a group of one rank sends nothin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ from hp_mesh.window import Range
 __all__ = ["ContextParallel"]
 
 _LABELS = ("q", "k", "v")
+_LENGTH = "local sequence length"
 
 register_attention_handlers()
 
@@ -181,9 +182,7 @@ class _Inputs:
     def signature(self) -> dict[str, object]:
         """Return what must be the same on every CP rank, by the name to show."""
         seq_dim, _ = self.dims
-        signature: dict[str, object] = {
-            "local sequence length of " + ", ".join(_LABELS): [x.size(seq_dim) for x in self.locals]
-        }
+        signature: dict[str, object] = {_LENGTH: self.locals[0].size(seq_dim)}
         for name, x, layout in zip(_LABELS, self.locals, self.layouts, strict=True):
             shape = [n for dim, n in enumerate(x.shape) if dim != seq_dim]
             signature[f"shape of {name} without its sequence dim"] = shape
@@ -306,9 +305,23 @@ class CPBoundary(Boundary[_Call]):
             {} if inputs is None else inputs.signature(),
             error=error,
             call_index=self.next_call_index(),
+            way_out=self._advise,
         )
         assert inputs is not None, "preflight raises the error it is given"
+        # only now: the ranks have one length, so all of them refuse it with one text
+        self.plan.check_length(inputs.locals[0].size(inputs.dims[0]), self.where)
         return inputs
+
+    def _advise(self, differing: Mapping[str, Sequence[str]]) -> str:
+        """Name the way out of what the ranks disagree about: unequal shards need padding."""
+        lengths = differing.get(_LENGTH, ())
+        if not lengths or not all(length.isdigit() for length in lengths):
+            return ""  # alike, or some ranks are in another call
+        total = sum(map(int, lengths))
+        return (
+            f"if these are the shards of one sequence of {total}, pad it to "
+            f"{self.plan.next_length(total)} with pad_sequence before it is cut"
+        )
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
         where, plan, style = self.where, self.plan, self.style
@@ -346,7 +359,6 @@ class CPBoundary(Boundary[_Call]):
             "check that seq_dim and head_dim name the layout (BSHD is 1, 2 and BNSD is 2, 1) and "
             "that each is this rank's shard",
         )
-        plan.check_length(lengths[0], where)
         num_heads = num_kv_heads = 1
         if needs_heads:
             num_heads, num_kv_heads = q.size(head_dim), k.size(head_dim)
