@@ -13,7 +13,7 @@ from hp_tune.errors import UsageError
 if TYPE_CHECKING:
     from hp_tune.cluster import Cluster
     from hp_tune.model import Model
-    from hp_tune.workload import Workload
+    from hp_tune.workload import Layout, Workload
 
 __all__ = ["cli"]
 
@@ -36,21 +36,44 @@ def cli() -> None:
 @cli.command()
 @click.option("--model", required=True, help="A config.json, a folder that has one, or a preset.")
 @click.option("--cluster", required=True, help="A YAML file or a preset.")
-@click.option("--cp", required=True, type=_count, help="Ranks that share one sequence.")
-@click.option("--seq", required=True, type=_count, help="Global sequence length, such as 128K.")
-@click.option("--tp", default=1, type=_count, show_default=True, help="Ranks that share the heads.")
+@click.option(
+    "--cp", required=True, type=_count, metavar="N", help="Ranks that share one sequence."
+)
+@click.option(
+    "--seq", required=True, type=_count, metavar="N", help="Global sequence length, such as 128K."
+)
+@click.option(
+    "--tp",
+    default=1,
+    type=_count,
+    metavar="N",
+    show_default=True,
+    help="Ranks that share the heads.",
+)
 @click.option(
     "--world",
     default=None,
     type=_count,
+    metavar="N",
     help="All ranks; then parameters and optimizer count as memory.  [default: tp x cp]",
 )
-@click.option("--batch", default=1, type=_count, show_default=True, help="Sequences per CP group.")
+@click.option(
+    "--batch",
+    default=1,
+    type=_count,
+    metavar="N",
+    show_default=True,
+    help="Sequences per CP group.",
+)
 @click.option("--dtype", default=None, type=click.Choice(["bf16", "fp16", "fp32", "fp64"]),
               help="Of q, k and v.  [default: the model's]")  # fmt: skip
-@click.option("--layout", default="BSND", show_default=True,
-              type=click.Choice(["BSND", "BNSD", "SBND", "TND"], case_sensitive=False),
-              help="Dims of q, k and v at the attention boundary.")  # fmt: skip
+@click.option(
+    "--layout",
+    default="BSHD",
+    show_default=True,
+    metavar="NAME",
+    help="Dims of q, k and v at the attention boundary: BSHD, BNSD, SBHD or TND.",
+)
 @click.option("--causal/--no-causal", default=None, help="[default: the model's]")
 @click.option("--dense-mask", is_flag=True, help="The attention kernel computes masked blocks too.")
 @click.option("--recompute", default="auto", show_default=True,
@@ -144,11 +167,24 @@ def _workload(model: Model, options: dict[str, Any]) -> Workload:
         world_size=options["world"],
         batch=options["batch"],
         dtype=dtype,
-        layout=options["layout"].upper(),
+        layout=_layout(options["layout"]),
         causal=causal,
         skips_masked=not options["dense_mask"],
         recompute=options["recompute"] == "on",
     )
+
+
+def _layout(name: str) -> Layout:
+    from hp_mesh.layout import layout
+
+    try:
+        found = layout(name)
+    except ValueError as error:
+        raise UsageError(f"--layout: {error}") from None
+    if found.head_dim is None:
+        raise UsageError(f"--layout ({name}) must have a dim of heads", "use BSHD or SBHD")
+    known: Layout = found.name  # type: ignore[assignment]
+    return known
 
 
 def _study_path(model: Model, cluster: Cluster, workload: Workload, recompute: str) -> Path:

@@ -312,8 +312,8 @@ class _LayerCost:
         A gather lands with the rank in front; where the sequence is the first dim that is in order.
         """
         workload, device = self.workload, self.cluster.device
-        in_order = workload.layout in ("SBND", "TND") or (
-            workload.layout == "BSND" and workload.batch == 1
+        in_order = workload.layout in ("SBHD", "TND") or (
+            workload.layout == "BSHD" and workload.batch == 1
         )
         copies = {
             "all_to_all": 3 if workload.layout == "BNSD" else 2,

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hp_cp.plan import Plan, make_plan
+from hp_mesh.layout import LAYOUTS
 from hp_tune.errors import PlanMismatchError, PlanSchemaError, UsageError
 from hp_tune.files import load_json, sha256
-from hp_tune.workload import LAYOUT_DIMS, Config, Workload
+from hp_tune.workload import Config, Layout, Workload
 
 if TYPE_CHECKING:
     from hp_cp import ContextParallel
@@ -77,7 +78,7 @@ class Entry(_Strict):
 
     when: When
     best: PricedConfig
-    layout: Literal["BSND", "BNSD", "SBND", "TND"]
+    layout: Layout
     margin: float | None = None
     alternatives: tuple[PricedConfig, ...] = ()
     rejected: tuple[RejectedConfig, ...] = ()
@@ -90,10 +91,10 @@ class Entry(_Strict):
 
     def style_kwargs(self, **overrides: Any) -> dict[str, Any]:
         """Return the arguments of the style's constructor; ``overrides`` win."""
-        seq_dim, head_dim = LAYOUT_DIMS[self.layout]
+        dims = LAYOUTS[self.layout]
         return {
-            "seq_dim": seq_dim,
-            "head_dim": head_dim,
+            "seq_dim": dims.seq_dim,
+            "head_dim": dims.head_dim,
             "ulysses_degree": self.best.config.ulysses_degree,
             "load_balance": self.best.config.load_balance,
             **overrides,

@@ -191,8 +191,8 @@ def plan(found: PlanFile, as_json: bool) -> None:
         )
         for rank, priced in enumerate((entry.best, *entry.alternatives), start=1):
             table.add_row(
-                str(rank), priced.mode, f"{priced.forward_ms:.4g}", f"{priced.backward_ms:.4g}",
-                f"{priced.vs_best:.3f}", f"{priced.exposed_comm_ms:.3g}",
+                str(rank), priced.mode, _ms(priced.forward_ms), _ms(priced.backward_ms),
+                f"{priced.vs_best:.3f}", _ms(priced.exposed_comm_ms),
                 f"{priced.imbalance:.3f}", f"{priced.memory_GiB:.1f}",
             )  # fmt: skip
         console.print(table)
@@ -217,7 +217,7 @@ def study(
     for trial in ordered:
         found = trial.user_attrs
         why = f"{found['rule']}: {found['message']}" if "rule" in found else ""
-        value = "" if trial.value is None else f"{trial.value:.4g}"
+        value = "" if trial.value is None else _ms(trial.value)
         table.add_row(str(trial.number), str(found.get("label")), trial.state.name, value, why)
     _console().print(name, table)
 
@@ -230,10 +230,10 @@ def _ranking_table(result: Result) -> Table:
         table.add_row(
             str(rank),
             ranked.config.label(result.workload.cp_size),
-            f"{found.forward * 1e3:.4g}",
-            f"{found.backward * 1e3:.4g}",
+            _ms(found.forward * 1e3),
+            _ms(found.backward * 1e3),
             f"{found.seconds / best:.3f}",
-            f"{found.exposed_comm * 1e3:.3g}",
+            _ms(found.exposed_comm * 1e3),
             f"{found.imbalance:.3f}",
             f"{ranked.memory.total / GIB:.1f}",
         )
@@ -252,6 +252,11 @@ def _table(*headers: str) -> Table:
         numeric = header in ("rank", "value", "trial", "ms") or header[-3:] in (" ms", "GiB")
         table.add_column(header, justify="right" if numeric else "left", overflow="fold")
     return table
+
+
+def _ms(value: float) -> str:
+    """Return four digits, and never a power of ten."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _margin(result: Result) -> str:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-__all__ = ["ELEMENT_SIZE", "LAYOUT_DIMS", "Config", "Dtype", "Layout", "Workload"]
+from hp_mesh.layout import layout as layout_by_name
+
+__all__ = ["ELEMENT_SIZE", "Config", "Dtype", "Layout", "Workload"]
 
 Dtype = Literal["bf16", "fp16", "fp32", "fp64"]
-Layout = Literal["BSND", "BNSD", "SBND", "TND"]
+Layout = Literal["BSHD", "BNSD", "SBHD", "TND"]
 
 ELEMENT_SIZE: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
-LAYOUT_DIMS: dict[str, tuple[int, int]] = {
-    "BSND": (1, 2),
-    "BNSD": (2, 1),
-    "SBND": (0, 2),
-    "TND": (0, 1),
-}
-"""``(seq_dim, head_dim)`` of each layout."""
+
+
+def _canonical_layout(name: Any) -> Any:
+    return layout_by_name(name).name if isinstance(name, str) else name
 
 
 class Workload(BaseModel):
@@ -31,7 +30,8 @@ class Workload(BaseModel):
         world_size: All ranks, over which parameters and optimizer are sharded (FSDP). None when it
             is not known: then these are not counted as memory.
         batch: Sequences per CP group.
-        layout: Order of dims of q, k and v at the attention boundary.
+        layout: Order of dims of q, k and v at the attention boundary; aliases such as ``BSND`` are
+            taken as the name that `hp_mesh.layout` has for them.
         causal: Whether a token sees only earlier ones; None takes the model's.
         skips_masked: Whether the attention kernel leaves out blocks that are masked entirely.
         recompute: Whether each layer's forward runs again in backward (activation checkpointing).
@@ -45,7 +45,7 @@ class Workload(BaseModel):
     world_size: int | None = Field(default=None, ge=1)
     batch: int = Field(default=1, ge=1)
     dtype: Dtype = "bf16"
-    layout: Layout = "BSND"
+    layout: Annotated[Layout, BeforeValidator(_canonical_layout)] = "BSHD"
     causal: bool = True
     skips_masked: bool = True
     recompute: bool = False

@@ -140,6 +140,8 @@ def test_nothing_valid_is_exit_three_with_the_whole_table(
         ([*SEARCH, "--seq", "12.5"], 2, "'12.5' must be a whole number"),
         ([*SEARCH, "--sq", "1"], 2, "No such option"),
         ([*SEARCH, "--dtype", "fp64"], 2, "--dtype (fp64) must be"),
+        ([*SEARCH, "--layout", "BDSH"], 2, "--layout: layout"),
+        ([*SEARCH, "--layout", "BSH"], 2, "must have a dim of heads"),
         ([*SEARCH, "--out", "none/plan.json"], 2, "cannot be written"),
         (["search"], 2, "Missing option '--model'"),
         (["serch"], 2, "No such command 'serch'"),

@@ -163,14 +163,14 @@ def test_shared_cores_hide_the_imbalance() -> None:
 
 
 def test_layout_and_batch_decide_the_copies() -> None:
-    """BNSD needs a third copy around an all-to-all; a gathered BSND batch of one needs none."""
+    """BNSD needs a third copy around an all-to-all; a gathered BSHD batch of one needs none."""
 
     def copies(u: int, **fields: Any) -> float:
         return seconds(price(model(), job(**fields), u), "copies")
 
-    assert copies(8, layout="BNSD") == pytest.approx(1.5 * copies(8, layout="BSND"), rel=0.01)
-    assert copies(1, layout="BSND") == 0
-    assert copies(1, layout="BSND", batch=2) > 0
+    assert copies(8, layout="BNSD") == pytest.approx(1.5 * copies(8, layout="BSHD"), rel=0.01)
+    assert copies(1, layout="BSHD") == 0
+    assert copies(1, layout="BSHD", batch=2) > 0
 
 
 @pytest.mark.parametrize("u", [1, 2, 8])
