@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from hp_cp import ContextParallel, init_device_mesh, parallelize_module
 from hp_mesh.testing import assert_close, ranks
@@ -102,6 +103,38 @@ def test_fsdp_over_data_and_context_averages_to_the_gradient_of_the_mean_loss(ti
 
     for grads in ranks(4).run(run):
         assert_close(grads, expected, kind="grad")
+
+
+@pytest.mark.parametrize("mode", [{}, {"ulysses_degree": 1}], ids=["ulysses", "colossal"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_heads_may_be_cut_by_tensor_parallelism_too(
+    tiny: Tiny, implementation: str, mode: dict[str, Any]
+) -> None:
+    model = tiny("llama", implementation, num_attention_heads=12, head_dim=6)
+    expected = model(IDS)
+    expected.logits.square().sum().backward()
+    norms = [layer.input_layernorm.weight.grad for layer in model.model.layers]
+
+    def run(rank: int) -> tuple[Tensor, list[Tensor]]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        own = copy.deepcopy(model)
+        own.zero_grad()
+        add_core_attention(own)
+        attention = "model.layers.*.self_attn"
+        heads = {f"{attention}.{name}_proj": ColwiseParallel() for name in "qkv"}
+        parallelize_module(own, mesh["tp"], {**heads, f"{attention}.o_proj": RowwiseParallel()})
+        style = ContextParallel(seq_dim=2, head_dim=1, **mode)
+        parallelize_module(own, mesh["cp"], {PLAN: style})
+        logits = own(IDS.chunk(2, dim=1)[rank // 2]).logits
+        logits.square().sum().backward()
+        return logits, [layer.input_layernorm.weight.grad for layer in own.model.layers]
+
+    results = ranks(4).run(run)
+    for rank, (logits, _) in enumerate(results):
+        assert_close(logits, expected.logits.chunk(2, dim=1)[rank // 2])
+    for layer, norm in enumerate(norms):
+        # tp ranks hold the same gradient, cp ranks a share each
+        assert_close(results[0][1][layer] + results[2][1][layer], norm, kind="grad")
 
 
 @pytest.mark.parametrize("mode", [{}, {"ulysses_degree": 1, "load_balance": True}], ids=str)
