@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["cli"]
 
+Decorated = TypeVar("Decorated", bound=Callable[..., Any] | click.Command)
+
 
 def _count(value: str) -> int:
     """Read a positive whole number; ``128K`` is 131072."""
@@ -28,6 +31,16 @@ def _count(value: str) -> int:
     return int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
 
 
+def _count_option(
+    name: str, text: str, *, required: bool = False, default: int | None = None
+) -> Callable[[Decorated], Decorated]:
+    shown = default is not None
+    return click.option(
+        name, type=_count, metavar="N", help=text, required=required, default=default,
+        show_default=shown,
+    )  # fmt: skip
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 def cli() -> None:
     """Choose how to parallelise attention over the sequence, and say why."""
@@ -36,35 +49,11 @@ def cli() -> None:
 @cli.command()
 @click.option("--model", required=True, help="A config.json, a folder that has one, or a preset.")
 @click.option("--cluster", required=True, help="A YAML file or a preset.")
-@click.option(
-    "--cp", required=True, type=_count, metavar="N", help="Ranks that share one sequence."
-)
-@click.option(
-    "--seq", required=True, type=_count, metavar="N", help="Global sequence length, such as 128K."
-)
-@click.option(
-    "--tp",
-    default=1,
-    type=_count,
-    metavar="N",
-    show_default=True,
-    help="Ranks that share the heads.",
-)
-@click.option(
-    "--world",
-    default=None,
-    type=_count,
-    metavar="N",
-    help="All ranks; then parameters and optimizer count as memory.  [default: tp x cp]",
-)
-@click.option(
-    "--batch",
-    default=1,
-    type=_count,
-    metavar="N",
-    show_default=True,
-    help="Sequences per CP group.",
-)
+@_count_option("--cp", "Ranks that share one sequence.", required=True)
+@_count_option("--seq", "Global sequence length, such as 128K.", required=True)
+@_count_option("--tp", "Ranks that share the heads.", default=1)
+@_count_option("--world", "All ranks; then parameters and optimizer count too.  [default: tp x cp]")
+@_count_option("--batch", "Sequences per CP group.", default=1)
 @click.option("--dtype", default=None, type=click.Choice(["bf16", "fp16", "fp32", "fp64"]),
               help="Of q, k and v.  [default: the model's]")  # fmt: skip
 @click.option(

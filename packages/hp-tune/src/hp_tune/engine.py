@@ -2,58 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hp_tune.cluster import Cluster, Number
-from hp_tune.cost import Prediction, predict
+from hp_tune.cluster import Cluster
+from hp_tune.cost import predict
 from hp_tune.errors import NoConfigurationError, UsageError
 from hp_tune.files import sha256
-from hp_tune.memory import GIB, MemoryUse, memory_use
+from hp_tune.memory import GIB, memory_use
 from hp_tune.model import Model
 from hp_tune.plan_file import Entry, PlanFile, PricedConfig, RejectedConfig, When, seal
+from hp_tune.ranking import Flip, Ranked, find_flips, six_digits
 from hp_tune.space import Duplicate, Rejection, check, enumerate_space
 from hp_tune.study import Point, Recorded, record
 from hp_tune.workload import Config, Workload
 
-__all__ = ["COST_MODEL", "Flip", "NothingValidError", "Ranked", "Result", "search"]
+__all__ = ["COST_MODEL", "NothingValidError", "Result", "search"]
 
 COST_MODEL = 1
 """Raised when a change of the formulas makes old numbers incomparable."""
 
 Recompute = Literal["auto", "on", "off"]
-
-
-@dataclass(frozen=True, slots=True)
-class Ranked:
-    """A valid configuration with its numbers."""
-
-    config: Config
-    prediction: Prediction
-    memory: MemoryUse
-
-    @property
-    def order(self) -> tuple[float, int, int, bool, int]:
-        """Time to six digits, and the simpler configuration among equals."""
-        return (
-            _digits(self.prediction.seconds),
-            self.prediction.num_collectives,
-            self.memory.total,
-            self.config.overlap,
-            -self.config.ulysses_degree,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Flip:
-    """An assumed number that decides: were it ``other``, ``winner`` would be first."""
-
-    number: str
-    value: float
-    other: float
-    winner: Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +90,8 @@ def search(
         points = [_evaluate(model, cluster, workload, config) for config in configs]
         if any(p.prediction for p in points) or not any(_is_memory(p) for p in points):
             break
+    if model.qk_norm and any(point.config.overlap for point in points):
+        notes.append("async: hand off the norms of q and k, not their projections")
     if recompute == "auto" and workload.recompute:
         notes.append("nothing fits with all activations kept: priced with recomputation")
     ranking = sorted(
@@ -144,7 +117,7 @@ def search(
         result = replace(result, study=recorded)
     if not ranking:
         raise NothingValidError(result)
-    result = replace(result, flips=tuple(_flips(result)))
+    result = replace(result, flips=tuple(find_flips(model, cluster, workload, ranking)))
     return replace(result, plan=_plan(result))
 
 
@@ -215,54 +188,6 @@ def _name(result: Result) -> str:
     )
 
 
-def _flips(result: Result) -> Iterator[Flip]:
-    """Yield each assumed number that changes the winner when it is 0.3 or 3 times as large.
-
-    Fractions go up to 1 at most.
-    """
-    best = result.ranking[0].config
-    for name, value in _assumed(result.cluster):
-        limit = 1.0 if name.endswith(_FRACTIONS) else float("inf")
-        for other in (value * 0.3, min(value * 3, limit)):
-            cluster = _with_number(result.cluster, name, other)
-            again = min(
-                (
-                    replace(r, prediction=predict(result.model, cluster, result.workload, r.config))
-                    for r in result.ranking
-                ),
-                key=lambda ranked: ranked.order,
-            )
-            if again.config != best:
-                yield Flip(name, value, _digits(other), again.config)
-
-
-def _assumed(cluster: Cluster) -> list[tuple[str, float]]:
-    found = [("device", cluster.device), *((f"tiers.{t.name}", t) for t in cluster.tiers)]
-    return [
-        (f"{where}.{key}", value.value)
-        for where, described in found
-        for key, value in described
-        if isinstance(value, Number) and value.source == "assumed" and key not in _NOT_TIME
-    ]
-
-
-_NOT_TIME = ("memory_GiB", "comm_buffer_MiB")
-_FRACTIONS = ("efficiency", "overlap_slowdown")
-
-
-def _with_number(cluster: Cluster, name: str, value: float) -> Cluster:
-    where, key = name.rsplit(".", 1)
-
-    def changed(described: Any) -> Any:
-        number = getattr(described, key).model_copy(update={"value": value})
-        return described.model_copy(update={key: number})
-
-    if where == "device":
-        return cluster.model_copy(update={"device": changed(cluster.device)})
-    tiers = tuple(changed(t) if f"tiers.{t.name}" == where else t for t in cluster.tiers)
-    return cluster.model_copy(update={"tiers": tiers})
-
-
 def _plan(result: Result) -> PlanFile:
     workload = result.workload
     S = workload.seq_len
@@ -278,7 +203,7 @@ def _plan(result: Result) -> PlanFile:
         ),
         best=priced[0],
         layout=workload.layout,
-        margin=None if result.margin is None else _digits(result.margin),
+        margin=None if result.margin is None else six_digits(result.margin),
         alternatives=tuple(priced[1:4]),
         rejected=tuple(
             RejectedConfig(
@@ -313,16 +238,11 @@ def _priced(ranked: Ranked, best: float, cp_size: int) -> PricedConfig:
     return PricedConfig(
         config=ranked.config,
         mode=ranked.config.label(cp_size),
-        forward_ms=_digits(found.forward * 1e3),
-        backward_ms=_digits(found.backward * 1e3),
-        exposed_comm_ms=_digits(found.exposed_comm * 1e3),
-        imbalance=_digits(found.imbalance),
+        forward_ms=six_digits(found.forward * 1e3),
+        backward_ms=six_digits(found.backward * 1e3),
+        exposed_comm_ms=six_digits(found.exposed_comm * 1e3),
+        imbalance=six_digits(found.imbalance),
         bytes_sent=found.bytes_sent,
-        memory_GiB=_digits(ranked.memory.total / GIB),
-        vs_best=_digits(found.seconds / best),
+        memory_GiB=six_digits(ranked.memory.total / GIB),
+        vs_best=six_digits(found.seconds / best),
     )
-
-
-def _digits(value: float) -> float:
-    """Round to six significant digits: enough to rank by, and the same text on every machine."""
-    return float(f"{value:.6g}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hp_cp.plan import Plan
 from hp_tune.cluster import Cluster
-from hp_tune.cost import busiest_description
+from hp_tune.layer_cost import busiest_description
 from hp_tune.model import Model
 from hp_tune.workload import Config, Workload
 

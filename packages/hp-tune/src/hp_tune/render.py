@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from hp_tune.cluster import Cluster, Curve, Number
-from hp_tune.engine import Ranked, Result
+from hp_tune.engine import Result
 from hp_tune.memory import GIB
 from hp_tune.model import Model
 from hp_tune.plan_file import PlanFile
+from hp_tune.ranking import Ranked
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial

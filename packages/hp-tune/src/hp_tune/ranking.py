@@ -1,0 +1,100 @@
+"""The order of valid configurations, and which assumed number would change its head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hp_tune.cluster import Cluster, Number
+from hp_tune.cost import Prediction, predict
+from hp_tune.memory import MemoryUse
+from hp_tune.model import Model
+from hp_tune.workload import Config, Workload
+
+__all__ = ["Flip", "Ranked", "find_flips", "six_digits"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A valid configuration with its numbers."""
+
+    config: Config
+    prediction: Prediction
+    memory: MemoryUse
+
+    @property
+    def order(self) -> tuple[float, int, int, bool, int]:
+        """Time to six digits, and the simpler configuration among equals."""
+        return (
+            six_digits(self.prediction.seconds),
+            self.prediction.num_collectives,
+            self.memory.total,
+            self.config.overlap,
+            -self.config.ulysses_degree,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """An assumed number that decides: were it ``other``, ``winner`` would be first."""
+
+    number: str
+    value: float
+    other: float
+    winner: Config
+
+
+def find_flips(
+    model: Model, cluster: Cluster, workload: Workload, ranking: Sequence[Ranked]
+) -> Iterator[Flip]:
+    """Yield each assumed number that changes the winner when it is 0.3 or 3 times as large.
+
+    Fractions go up to 1 at most.
+    """
+    best = ranking[0].config
+    for name, value in _assumed(cluster):
+        limit = 1.0 if name.endswith(_FRACTIONS) else float("inf")
+        for other in (value * 0.3, min(value * 3, limit)):
+            changed = _with_number(cluster, name, other)
+            again = min(
+                (
+                    replace(r, prediction=predict(model, changed, workload, r.config))
+                    for r in ranking
+                ),
+                key=lambda ranked: ranked.order,
+            )
+            if again.config != best:
+                yield Flip(name, value, six_digits(other), again.config)
+
+
+def _assumed(cluster: Cluster) -> list[tuple[str, float]]:
+    found = [("device", cluster.device), *((f"tiers.{t.name}", t) for t in cluster.tiers)]
+    return [
+        (f"{where}.{key}", value.value)
+        for where, described in found
+        for key, value in described
+        if isinstance(value, Number) and value.source == "assumed" and key not in _NOT_TIME
+    ]
+
+
+_NOT_TIME = ("memory_GiB", "comm_buffer_MiB")
+_FRACTIONS = ("efficiency", "overlap_slowdown")
+
+
+def _with_number(cluster: Cluster, name: str, value: float) -> Cluster:
+    where, key = name.rsplit(".", 1)
+
+    def changed(described: Any) -> Any:
+        number = getattr(described, key).model_copy(update={"value": value})
+        return described.model_copy(update={key: number})
+
+    if where == "device":
+        return cluster.model_copy(update={"device": changed(cluster.device)})
+    tiers = tuple(changed(t) if f"tiers.{t.name}" == where else t for t in cluster.tiers)
+    return cluster.model_copy(update={"tiers": tiers})
+
+
+def six_digits(value: float) -> float:
+    """Round to six significant digits: enough to rank by, and the same text on every machine."""
+    return float(f"{value:.6g}")
