@@ -111,7 +111,7 @@ def test_every_python_block_of_a_page_runs(page: Path, tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=480,
         check=False,
     )
 
