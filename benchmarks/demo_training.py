@@ -115,7 +115,7 @@ def train_on_ranks(job: Job, mode: str) -> dict[str, Any]:
     """Train with one mode; return losses, traffic a step, and the difference to the reference."""
     size, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
-    model = add_core_attention(new_model(job))
+    model = add_core_attention(new_model(job), gradient_divisor=1)
     plan = {"model.layers.*.self_attn.core_attention": style_of(job, mode, size)}
     parallelize_module(model, mesh["cp"], plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

@@ -53,7 +53,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
 
-    model = add_core_attention(new_model())
+    model = add_core_attention(new_model(), gradient_divisor=1)
     style = ContextParallel(
         seq_dim=2,
         head_dim=1,

@@ -51,7 +51,7 @@ def single(model: Any, **call: Any) -> dict[str, Any]:
 def sharded(rank: int, model: Any, size: int, style: dict[str, Any], **call: Any) -> dict[str, Any]:
     """Return the same on one of ``size`` ranks, gradients summed over them."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
-    model = add_core_attention(copy.deepcopy(model))
+    model = add_core_attention(copy.deepcopy(model), gradient_divisor=1)
     parallelize_module(model, mesh["cp"], {PLAN: ContextParallel(seq_dim=2, head_dim=1, **style)})
     ids = cut(IDS, rank, size)
     out = model(input_ids=ids, labels=ids, **call)
@@ -117,7 +117,7 @@ def test_evaluation_without_gradients_gives_the_same_logits(tiny: Tiny, mode: st
 
     def evaluate(rank: int) -> Tensor:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        own = add_core_attention(copy.deepcopy(model))
+        own = add_core_attention(copy.deepcopy(model), gradient_divisor=1)
         style = ContextParallel(seq_dim=2, head_dim=1, **MODES[mode])
         parallelize_module(own, mesh["cp"], {PLAN: style})
         with torch.no_grad():
@@ -147,7 +147,7 @@ def test_the_base_model_can_be_called_itself(tiny: Tiny, mode: str) -> None:
 
     def run(rank: int) -> Tensor:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        own = add_core_attention(copy.deepcopy(model.model))
+        own = add_core_attention(copy.deepcopy(model.model), gradient_divisor=1)
         style = ContextParallel(seq_dim=2, head_dim=1, **MODES[mode])
         parallelize_module(own, mesh["cp"], {"layers.*.self_attn.core_attention": style})
         hidden: Tensor = own(input_ids=cut(IDS, rank, 2)).last_hidden_state
@@ -182,7 +182,7 @@ def test_a_call_with_token_ids_alone_sends_only_what_attention_needs(
 
     def run(rank: int) -> dict[str, int]:
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
-        own = add_core_attention(copy.deepcopy(model))
+        own = add_core_attention(copy.deepcopy(model), gradient_divisor=1)
         style = ContextParallel(seq_dim=2, head_dim=1, **MODES[mode])
         parallelize_module(own, mesh["cp"], {PLAN: style})
         ids = cut(IDS, rank, 4)

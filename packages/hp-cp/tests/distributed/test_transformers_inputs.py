@@ -40,7 +40,7 @@ def cut(whole: Tensor, rank: int) -> Tensor:
 
 def parallel(model: Any, **style: Any) -> Any:
     mesh = init_device_mesh("cpu", (P,), mesh_dim_names=("cp",))
-    model = add_core_attention(copy.deepcopy(model))
+    model = add_core_attention(copy.deepcopy(model), gradient_divisor=1)
     parallelize_module(model, mesh["cp"], {PLAN: ContextParallel(seq_dim=2, head_dim=1, **style)})
     return model
 

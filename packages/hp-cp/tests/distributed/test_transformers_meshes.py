@@ -38,7 +38,7 @@ def test_on_one_rank_nothing_changes(tiny: Tiny) -> None:
 
     def run(_: int) -> Tensor:
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
-        own = add_core_attention(copy.deepcopy(model))
+        own = add_core_attention(copy.deepcopy(model), gradient_divisor=1)
         parallelize_module(own, mesh["cp"], {PLAN: ContextParallel(seq_dim=2, head_dim=1)})
         logits: Tensor = own(IDS).logits
         return logits
@@ -52,7 +52,7 @@ def test_positions_and_loss_belong_to_the_cp_ranks_of_each_replica(tiny: Tiny) -
 
     def run(rank: int) -> tuple[Tensor, Tensor]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-        own = add_core_attention(copy.deepcopy(model))
+        own = add_core_attention(copy.deepcopy(model), gradient_divisor=1)
         parallelize_module(own, mesh["cp"], {PLAN: ContextParallel(seq_dim=2, head_dim=1)})
         replica, part = divmod(rank, 2)
         ids = IDS.split(B)[replica].chunk(2, dim=1)[part]
@@ -71,7 +71,7 @@ def test_a_hybrid_mesh_of_two_axes_orders_its_ranks_by_row(tiny: Tiny) -> None:
 
     def run(rank: int) -> Tensor:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("co", "ds"))
-        own = add_core_attention(copy.deepcopy(model))
+        own = add_core_attention(copy.deepcopy(model), gradient_divisor=1)
         style = ContextParallel(seq_dim=2, head_dim=1, ulysses_degree=2)
         parallelize_module(own, mesh, {PLAN: style})
         logits: Tensor = own(IDS.chunk(4, dim=1)[rank]).logits
@@ -90,7 +90,7 @@ def test_fsdp_over_data_and_context_averages_to_the_gradient_of_the_mean_loss(ti
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
         own = copy.deepcopy(model)
         own.zero_grad()
-        add_core_attention(own, gradient_divisor=2)
+        add_core_attention(own)
         parallelize_module(own, mesh["cp"], {PLAN: ContextParallel(seq_dim=2, head_dim=1)})
         flat = mesh[("dp", "cp")].flatten(mesh_dim_name="fsdp")
         for layer in own.model.layers:
@@ -119,7 +119,7 @@ def test_heads_may_be_cut_by_tensor_parallelism_too(
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
         own = copy.deepcopy(model)
         own.zero_grad()
-        add_core_attention(own)
+        add_core_attention(own, gradient_divisor=1)
         attention = "model.layers.*.self_attn"
         heads = {f"{attention}.{name}_proj": ColwiseParallel() for name in "qkv"}
         parallelize_module(own, mesh["tp"], {**heads, f"{attention}.o_proj": RowwiseParallel()})
@@ -147,7 +147,7 @@ def test_attention_dropout_trains_and_is_off_in_evaluation(
 
     def run(rank: int) -> tuple[Tensor, Tensor]:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        own = add_core_attention(copy.deepcopy(model))
+        own = add_core_attention(copy.deepcopy(model), gradient_divisor=1)
         parallelize_module(own, mesh["cp"], {PLAN: ContextParallel(seq_dim=2, head_dim=1, **mode)})
         ids = IDS.chunk(2, dim=1)[rank]
         evaluated = own.eval()(ids).logits

@@ -30,7 +30,7 @@ class GlobalCausalLoss:
     parallelism, and by how much the gradient reduction divides (see `add_core_attention`).
     """
 
-    def __init__(self, stock: LossFunction, gradient_divisor: int = 1) -> None:
+    def __init__(self, stock: LossFunction, gradient_divisor: int | None = None) -> None:
         self.stock = stock
         self.gradient_divisor = gradient_divisor
 

@@ -21,7 +21,7 @@ _HANDLES = "_hp_cp_handles"
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-def add_core_attention(model: Model, *, gradient_divisor: int = 1) -> Model:
+def add_core_attention(model: Model, *, gradient_divisor: int | None = None) -> Model:
     """Give each attention layer of ``model`` a ``core_attention`` submodule, in place.
 
     The submodule takes q, k, v as ``[B, H, S, D]`` after the rotary embedding, so that a
@@ -37,16 +37,16 @@ def add_core_attention(model: Model, *, gradient_divisor: int = 1) -> Model:
       documents, kept apart across shards;
     - takes ``attention_mask`` as this rank's shard or whole, 2-D, or as a 4-D mask over all keys;
     - returns with ``labels`` (this rank's shard or whole) or ``shift_labels`` the loss of the whole
-      sequence; its gradients are this rank's part of it, so their *sum* over the CP ranks is the
-      gradient of the loss;
+      sequence; its gradients are scaled so that their *average* over the CP ranks, which is what
+      FSDP and DDP take, is the gradient of the loss (see ``gradient_divisor``);
     - refuses a KV cache, ``output_attentions`` and ``logits_to_keep``.
 
     Args:
         model: A decoder of transformers, with or without its causal LM head, with the ``sdpa`` or
             ``eager`` attention implementation.
         gradient_divisor: By how much the reduction of gradients divides their sum over the CP
-            ranks: 1 if gradients are summed, the CP size if FSDP or DDP average them over a mesh
-            that contains the CP ranks.
+            ranks. Default: the CP size, as FSDP and DDP do over a mesh that contains the CP ranks;
+            1 if you sum gradients yourself. As in `hp_comm.global_loss`.
 
     Returns:
         The same model. A second call changes nothing.
@@ -56,7 +56,8 @@ def add_core_attention(model: Model, *, gradient_divisor: int = 1) -> Model:
             f"{_WHERE}: model ({type(model).__name__}) must be a transformers PreTrainedModel; "
             "pass the model that AutoModelForCausalLM returned, before wrapping it"
         )
-    require_positive(_WHERE, "gradient_divisor", gradient_divisor)
+    if gradient_divisor is not None:
+        require_positive(_WHERE, "gradient_divisor", gradient_divisor)
     if hasattr(model, _HANDLES):
         return model
     name = _check_implementation(model)
