@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 # -- function modes: torch can only pop the innermost one -----------------------------------------
@@ -96,6 +97,21 @@ def local_shard(tensor: DTensor) -> Tensor:
     return local
 
 
+class WeakStorage:
+    """A weak reference to the storage of a tensor: told apart from all others, never kept alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._ref: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is a view into this storage."""
+        return bool(self._ref.cdata == tensor.untyped_storage()._cdata)
+
+    def expired(self) -> bool:
+        """Whether no tensor uses the storage any more."""
+        return bool(self._ref.expired())
+
+
 def patch_dtensor_exits(
     default_grad_placements: Callable[[DTensor, bool], Sequence[Placement] | None],
 ) -> None:
@@ -127,6 +143,9 @@ def patch_dtensor_exits(
     ) -> Tensor:
         if grad_placements is None:
             grad_placements = default_grad_placements(self, True)
+            if grad_placements is not None and all(p.is_replicate() for p in self.placements):
+                # nothing to gather; redistribute's backward would all-reduce the partial gradient
+                return to_local(self, grad_placements=grad_placements)
         return full_tensor(self, grad_placements=grad_placements)
 
     patched: Any = to_local_with_default

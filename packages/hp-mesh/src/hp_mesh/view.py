@@ -36,6 +36,7 @@ from hp_mesh._torch import (
 )
 from hp_mesh.contraction import register_contractions
 from hp_mesh.plain import enter_view
+from hp_mesh.reshape import register_reshapes
 from hp_mesh.window import AttentionWindow, Range
 
 __all__ = [
@@ -267,3 +268,4 @@ def _default_grad_placements(tensor: DTensor, whole: bool) -> Sequence[Placement
 
 
 register_contractions(register_handler)
+register_reshapes(register_handler)
