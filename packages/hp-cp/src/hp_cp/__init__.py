@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from hp_mesh.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from hp_cp.async_style import AsyncContextParallel
+    from hp_cp.handoff import Handoff
     from hp_cp.plan import Plan, make_plan
     from hp_cp.style import ContextParallel
     from hp_mesh.mesh import flatten_mesh, init_device_mesh
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
     from hp_mesh.view import attention_window
 
 __all__ = [
+    "AsyncContextParallel",
     "ContextParallel",
+    "Handoff",
     "Plan",
     "attention_window",
     "flatten_mesh",
@@ -29,7 +33,9 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "AsyncContextParallel": "hp_cp.async_style",
         "ContextParallel": "hp_cp.style",
+        "Handoff": "hp_cp.handoff",
         "Plan": "hp_cp.plan",
         "attention_window": "hp_mesh.view",
         "flatten_mesh": "hp_mesh.mesh",

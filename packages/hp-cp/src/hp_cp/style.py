@@ -17,7 +17,7 @@ run follows from the two degrees of the `Plan`; a group of one rank sends nothin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from hp_comm import exchange_head_tail, gather_seq, head_to_seq, preflight, seq_to_head
+from hp_comm import Handle, exchange_head_tail, gather_seq, head_to_seq, preflight, seq_to_head
 from hp_cp.handlers import register_attention_handlers
 from hp_cp.output import OutputDims, output_dims
 from hp_cp.plan import HeadTable, Plan, check_style_arguments, make_plan, resolve_dims
@@ -41,7 +41,7 @@ from hp_mesh.window import Range
 
 __all__ = ["ContextParallel"]
 
-_LABELS = ("q", "k", "v")
+LABELS = ("q", "k", "v")
 _LENGTH = "local sequence length"
 
 register_attention_handlers()
@@ -143,6 +143,9 @@ class ContextParallel(BoundaryStyle):
         plan = make_plan(
             device_mesh.mesh.numel(), self.ulysses_degree, self.load_balance, where=where
         )
+        return self._boundary(plan, device_mesh)
+
+    def _boundary(self, plan: Plan, device_mesh: DeviceMesh) -> CPBoundary:
         return CPBoundary(self, plan, device_mesh)
 
 
@@ -168,22 +171,25 @@ class _Call(Entry):
 
 
 @dataclass
-class _Inputs:
+class Inputs:
     """q, k and v of one call, checked on this rank."""
 
     slots: list[Slot]
+    tensors: list[Tensor]
     locals: list[Tensor]
     layouts: list[TensorLayout]
     dims: tuple[int, int]
     table: HeadTable
     num_heads: int
     num_kv_heads: int
+    claimed: dict[str, Handle[Tensor]] = field(default_factory=dict)
 
     def signature(self) -> dict[str, object]:
         """Return what must be the same on every CP rank, by the name to show."""
         seq_dim, _ = self.dims
         signature: dict[str, object] = {_LENGTH: self.locals[0].size(seq_dim)}
-        for name, x, layout in zip(_LABELS, self.locals, self.layouts, strict=True):
+        signature["sent ahead"] = sorted(self.claimed)
+        for name, x, layout in zip(LABELS, self.locals, self.layouts, strict=True):
             shape = [n for dim, n in enumerate(x.shape) if dim != seq_dim]
             signature[f"shape of {name} without its sequence dim"] = shape
             signature[f"dtype of {name}"] = x.dtype
@@ -291,10 +297,10 @@ class CPBoundary(Boundary[_Call]):
 
         return self._map(entry, second, join, balanced=True)
 
-    def _agree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
+    def _agree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Return the checked inputs, or raise what any rank found wrong, on all of them."""
         error: Exception | None = None
-        inputs: _Inputs | None = None
+        inputs: Inputs | None = None
         try:
             inputs = self._read(args, kwargs)
         except (TypeError, ValueError) as problem:
@@ -323,12 +329,12 @@ class CPBoundary(Boundary[_Call]):
             f"{self.plan.next_length(total)} with pad_sequence before it is cut"
         )
 
-    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         where, plan, style = self.where, self.plan, self.style
         slots = find_slots(
             args,
             kwargs,
-            labels=_LABELS,
+            labels=LABELS,
             indices=style.qkv_indices,
             kwarg_names=style.qkv_kwarg_names,
             where=where,
@@ -347,7 +353,7 @@ class CPBoundary(Boundary[_Call]):
         )
         pairs = [
             read_layout(x, self.cp_mesh, seq_dim, name, where)
-            for name, x in zip(_LABELS, tensors, strict=True)
+            for name, x in zip(LABELS, tensors, strict=True)
         ]
         q, k, v = locals_ = [local for local, _ in pairs]
         lengths = [x.size(seq_dim) for x in locals_]
@@ -380,8 +386,9 @@ class CPBoundary(Boundary[_Call]):
             shape=list(q.shape),
             tp_size=layout.foreign_size(head_dim),
         )
-        return _Inputs(
+        return Inputs(
             slots=slots,
+            tensors=tensors,
             locals=locals_,
             layouts=[layout for _, layout in pairs],
             dims=(seq_dim, head_dim),
@@ -390,7 +397,7 @@ class CPBoundary(Boundary[_Call]):
             num_kv_heads=num_kv_heads,
         )
 
-    def _send(self, q: Tensor, k: Tensor, v: Tensor, inputs: _Inputs) -> tuple[Tensor, ...]:
+    def _send(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
         """Trade sequence for heads, then gather what is left of the sequence of k and v."""
         seq_dim, head_dim = inputs.dims
         if self.ulysses_group is not None:
@@ -404,6 +411,11 @@ class CPBoundary(Boundary[_Call]):
             )
         if self.colossal_group is not None:
             k, v = gather_seq((k, v), self.colossal_group, seq_dim=seq_dim)
+        return self._expand(q, k, v, inputs)
+
+    def _expand(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
+        """Give each query head a KV head of its own where they do not share them evenly."""
+        _, head_dim = inputs.dims
         if inputs.table.kv_expand is not None:
             index = torch.tensor(
                 inputs.table.kv_expand[self.rank % self.plan.ulysses_degree], device=k.device
@@ -411,7 +423,7 @@ class CPBoundary(Boundary[_Call]):
             k, v = k.index_select(head_dim, index), v.index_select(head_dim, index)
         return q, k, v
 
-    def _cp_placements(self, which: int, inputs: _Inputs) -> list[Placement]:
+    def _cp_placements(self, which: int, inputs: Inputs) -> list[Placement]:
         """Return the placements of q (0), k or v on the CP mesh, inside the boundary."""
         seq_dim, head_dim = inputs.dims
         rows: Placement = Shard(seq_dim) if which == 0 else Replicate()
@@ -419,7 +431,7 @@ class CPBoundary(Boundary[_Call]):
             return [rows, Shard(head_dim)]
         return [Shard(head_dim)] if self.plan.mode == "ulysses" else [rows]
 
-    def _wrap(self, local: Tensor, which: int, inputs: _Inputs, view: View) -> Tensor:
+    def _wrap(self, local: Tensor, which: int, inputs: Inputs, view: View) -> Tensor:
         if self.style.use_local_input:
             return local
         mesh, placements = compose(
@@ -428,7 +440,7 @@ class CPBoundary(Boundary[_Call]):
         if mesh != view.mesh:
             raise fail(
                 self.where,
-                f"{_LABELS[which]} on {mesh} must lie on the same axes as q ({view.mesh})",
+                f"{LABELS[which]} on {mesh} must lie on the same axes as q ({view.mesh})",
                 "lay out q, k and v alike over the axes that are not CP",
             )
         return from_local(local, mesh, placements, view.partial_grads(placements))

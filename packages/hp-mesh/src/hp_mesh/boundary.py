@@ -120,14 +120,14 @@ def _call_frame() -> FrameType:
     return frame
 
 
-_outside_compiled_code: Callable[[H], H] = torch.compiler.disable  # hooks look at the call stack
+outside_compiled_code: Callable[[H], H] = torch.compiler.disable  # hooks look at the call stack
 
 
 class _PreHook:
     def __init__(self, boundary: Boundary[Any]) -> None:
         self.boundary = boundary
 
-    @_outside_compiled_code
+    @outside_compiled_code
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -145,7 +145,7 @@ class _PostHook:
     def __init__(self, boundary: Boundary[Any]) -> None:
         self.boundary = boundary
 
-    @_outside_compiled_code
+    @outside_compiled_code
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:

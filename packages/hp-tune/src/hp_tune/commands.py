@@ -65,6 +65,8 @@ def cli() -> None:
 )
 @click.option("--causal/--no-causal", default=None, help="[default: the model's]")
 @click.option("--dense-mask", is_flag=True, help="The attention kernel computes masked blocks too.")
+@click.option("--handoffs", is_flag=True,
+              help="The model marks where q, k, v are final (hp_cp.Handoff): async joins.")  # fmt: skip
 @click.option("--recompute", default="auto", show_default=True,
               type=click.Choice(["auto", "on", "off"]),
               help="Activation checkpointing; auto only if nothing fits without.")  # fmt: skip
@@ -159,6 +161,7 @@ def _workload(model: Model, options: dict[str, Any]) -> Workload:
         layout=_layout(options["layout"]),
         causal=causal,
         skips_masked=not options["dense_mask"],
+        handoffs=options["handoffs"],
         recompute=options["recompute"] == "on",
     )
 

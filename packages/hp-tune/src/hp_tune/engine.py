@@ -68,7 +68,8 @@ def search(
         cluster: From `hp_tune.read_cluster`.
         workload: Lengths and degrees; its ``recompute`` is replaced by what is decided here.
         recompute: ``"auto"`` recomputes activations only if nothing fits without it.
-        overlap: Whether asynchronous exchanges exist; None asks the installed hp-cp.
+        overlap: Whether asynchronous exchanges exist; None asks the installed hp-cp. They are
+            rejected unless ``workload.handoffs``.
         study: Journal file that keeps every point; None keeps nothing.
         tell: Receives one sentence when there is something to wait for or to repair.
 
@@ -90,7 +91,7 @@ def search(
         points = [_evaluate(model, cluster, workload, config) for config in configs]
         if any(p.prediction for p in points) or not any(_is_memory(p) for p in points):
             break
-    if model.qk_norm and any(point.config.overlap for point in points):
+    if model.qk_norm and workload.handoffs:
         notes.append("async: hand off the norms of q and k, not their projections")
     if recompute == "auto" and workload.recompute:
         notes.append("nothing fits with all activations kept: priced with recomputation")

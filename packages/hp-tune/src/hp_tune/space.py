@@ -113,9 +113,21 @@ def check(model: Model, cluster: Cluster, workload: Workload, config: Config) ->
         message, _, hint = str(error).removeprefix(f"{ASKED}: ").partition("; ")
         return Rejection(rule, message, dict(numbers), hint)
     return (
-        _check_index(model, workload, group)
+        _check_handoffs(workload, config)
+        or _check_index(model, workload, group)
         or _check_memory(model, cluster, workload, config, group)
         or plan
+    )
+
+
+def _check_handoffs(workload: Workload, config: Config) -> Rejection | None:
+    if not config.overlap or workload.handoffs:
+        return None
+    return Rejection(
+        "V09",
+        "async needs handoffs, and a rotary embedding stands between projections and attention",
+        {"overlap": True, "handoffs": False},
+        "mark where q, k and v are final with hp_cp.Handoff, and search with --handoffs",
     )
 
 

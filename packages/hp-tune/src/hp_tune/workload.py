@@ -34,6 +34,8 @@ class Workload(BaseModel):
             taken as the name that `hp_mesh.layout` has for them.
         causal: Whether a token sees only earlier ones; None takes the model's.
         skips_masked: Whether the attention kernel leaves out blocks that are masked entirely.
+        handoffs: Whether the model marks where q, k and v are final (`hp_cp.Handoff`), which
+            asynchronous exchanges need; a rotary embedding stands behind the projections.
         recompute: Whether each layer's forward runs again in backward (activation checkpointing).
     """
 
@@ -48,6 +50,7 @@ class Workload(BaseModel):
     layout: Annotated[Layout, BeforeValidator(_canonical_layout)] = "BSHD"
     causal: bool = True
     skips_masked: bool = True
+    handoffs: bool = False
     recompute: bool = False
 
     @property

@@ -79,7 +79,7 @@ def test_json_is_one_object_on_stdout(capsys: pytest.CaptureFixture[str]) -> Non
         "load_balance": True,
         "overlap": False,
     }
-    assert {r["rule"] for r in found["rejected"]} == {"V03", "V05"}
+    assert {r["rule"] for r in found["rejected"]} == {"V03", "V05", "V09"}
     assert all(r["hint"] and r["numbers"] for r in found["rejected"])
     assert found["digest"] == json.loads(Path("p.json").read_text())["digest"]
     assert (found["plan"], found["study"]) == ("p.json", "s.journal")

@@ -34,6 +34,20 @@ def run(m: Model, cluster: str = "hgx-h100", *, overlap: bool = False, **fields:
     return search(m, read_cluster(cluster), workload, overlap=overlap)
 
 
+def test_async_is_a_candidate_only_where_the_model_hands_off() -> None:
+    """A rotary embedding behind the projections is in the way; the rule says what to mark."""
+    without = run(model(32, 8), overlap=True)
+    handed_off = run(model(32, 8), overlap=True, handoffs=True)
+
+    rules = {
+        rejection.rule: rejection.hint for config, rejection in without.rejected if config.overlap
+    }
+    assert set(rules) == {"V05", "V09"}
+    assert "hp_cp.Handoff" in rules["V09"]
+    assert not any(ranked.config.overlap for ranked in without.ranking)
+    assert any(ranked.config.overlap for ranked in handed_off.ranking)
+
+
 def test_space_is_every_divisor_with_and_without_balance() -> None:
     """None is the whole group and not a point of its own; the order is fixed."""
     points, duplicates = enumerate_space(6, overlap=False)

@@ -26,7 +26,7 @@ def run(
     path: Path, told: list[str] | None = None, *, overlap: bool = False, **fields: Any
 ) -> Result:
     """Search with a study."""
-    workload = Workload(**{"seq_len": 32768, "cp_size": 8, **fields})
+    workload = Workload(**{"seq_len": 32768, "cp_size": 8, "handoffs": True, **fields})
     return search(
         read_model("Qwen2.5-7B"), read_cluster("atlas-800t-a2"), workload,
         study=path, overlap=overlap, tell=(told if told is not None else []).append,
