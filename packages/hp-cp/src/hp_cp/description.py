@@ -150,8 +150,8 @@ def describe(
     kv_sent = token * sum(map(len, heads.kv_sent)) * (head_size + v_head_size)
     exchange = 2 * token * num_heads * head_size + kv_sent + feature * (head_size + v_head_size)
     gather = resident + feature * c * max(head_size, v_head_size)
-    if u > 1:  # the exchanged q, k, v stay while K and V are gathered
-        gather += token * num_heads * head_size + feature * (head_size + v_head_size)
+    if u > 1:  # the exchanged q, k, v stay, and K and V are made dense before they are gathered
+        gather += token * num_heads * head_size + 2 * feature * (head_size + v_head_size)
     if swaps:  # tail halves of q and of the output, sent and received
         gather += 2 * tail["q"] + 2 * tail["out"]
     return Description(

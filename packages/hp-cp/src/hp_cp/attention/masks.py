@@ -41,8 +41,11 @@ def cut_mask(
             f"reshape it to [1, {window.key_length}] if it masks keys",
         )
     _check_keys(mask, window, name, where)
-    mask = cut_rows(mask, window, name, where)
-    return cut_heads(mask, heads, num_heads, name, where) if mask.ndim > 2 else mask
+    rows = cut_rows(mask, window, name, where)
+    if mask.ndim == 2:
+        return rows
+    # heads are cut from the mask as it came, so that an error shows the shape that was given
+    return cut_rows(cut_heads(mask, heads, num_heads, name, where), window, name, where)
 
 
 def _check_keys(mask: Tensor, window: AttentionWindow, name: str, where: str) -> None:

@@ -1,0 +1,184 @@
+"""Tensor parallel and context parallel together: head shards come in and go out as they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from hp_cp import init_device_mesh
+from hp_mesh.testing import assert_close, count_collectives, ranks
+
+from ._compare import Case, reference
+from ._cores import Eager, Sdpa
+
+TP = 2
+MODES = [
+    Case(P=2, H=8, HK=4),
+    Case(P=2, degree=1, H=8, HK=4),
+    Case(P=2, degree=1, load_balance=True, H=8, HK=4),
+    Case(P=4, degree=2, H=8, HK=4),
+]
+
+
+def _root(case: Case, order: tuple[str, str]) -> DeviceMesh:
+    sizes = {"cp": case.P, "tp": TP}
+    return init_device_mesh("cpu", tuple(sizes[n] for n in order), mesh_dim_names=order)
+
+
+def _compare(
+    rank: int,
+    case: Case,
+    core: type[nn.Module],
+    order: tuple[str, str],
+    on: str = "tp",
+    keep: bool = True,
+    **options: Any,
+) -> None:
+    """Feed DTensors that lie on ``on`` (``"tp"`` or ``"both"``); compare, and check the output."""
+    root = _root(case, order)
+    cp, tp = root.get_local_rank("cp"), root.get_local_rank("tp")
+    heads = case.head_dim
+    mesh = root["tp"] if on == "tp" else root
+    placements: list[Any] = [
+        Shard(case.seq_dim if name == "cp" else heads) for name in mesh.mesh_dim_names or ()
+    ]
+
+    def cut(x: Tensor) -> Tensor:
+        return case.local(x.chunk(TP, heads)[tp], cp)
+
+    whole = case.qkv()
+    expected, grads = reference(core(case.layout), whole, case.upstream())
+    local = [cut(x).clone().requires_grad_() for x in whole]
+    module = case.style(use_local_output=not keep, **options).apply(core(case.layout), root["cp"])
+    with count_collectives() as counted:
+        fed = [DTensor.from_local(x, mesh, placements, run_check=False) for x in local]
+        out = module(*fed)
+        assert isinstance(out, DTensor) == keep
+        if keep:
+            assert out.device_mesh == mesh
+            assert out.placements == tuple(placements)
+            assert out.shape == (case.local(expected, cp) if on == "tp" else expected).shape
+            out = out.to_local()
+        out.backward(cut(case.upstream()))
+    assert_close(out, cut(expected))
+    for name, x, full in zip("qkv", local, grads, strict=True):
+        assert full is not None
+        assert_close(x.grad, cut(full), kind="grad", name=f"d{name}")
+    planned = case.but(H=case.H // TP, HK=case.HK // TP).predicted(cp)
+    seen = {k: (counted.count(k), counted.bytes(k)) for k in counted.summary()}
+    assert seen == planned
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["keep", "local"])
+@pytest.mark.parametrize("order", [("cp", "tp"), ("tp", "cp")], ids="-".join)
+@pytest.mark.parametrize("core", [Sdpa, Eager])
+@pytest.mark.parametrize("case", MODES, ids=str)
+def test_tp_shards_of_heads_compose_with_every_mode(
+    case: Case, core: type[nn.Module], order: tuple[str, str], keep: bool
+) -> None:
+    """Behaviour 24: TP left or right of CP, Hybrid on 8 ranks; the CP axis is dropped on exit."""
+    ranks(case.P * TP).run(_compare, case, core, order, keep=keep)
+
+
+@pytest.mark.parametrize("core", [Sdpa, Eager])
+@pytest.mark.parametrize("case", [MODES[0].but(layout="BNSD"), MODES[1].but(layout="TND")], ids=str)
+def test_other_layouts_compose_too(case: Case, core: type[nn.Module]) -> None:
+    """BNSD and TND, whose head dim is 1."""
+    ranks(case.P * TP).run(_compare, case, core, ("cp", "tp"))
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["keep", "local"])
+@pytest.mark.parametrize("order", [("cp", "tp"), ("tp", "cp")], ids="-".join)
+@pytest.mark.parametrize("case", MODES[:3], ids=str)
+def test_a_tensor_on_both_axes_keeps_both(case: Case, order: tuple[str, str], keep: bool) -> None:
+    """(Shard(seq), Shard(head)) on ("cp", "tp") in and out; the global shape is the whole one."""
+    ranks(case.P * TP).run(_compare, case, Sdpa, order, on="both", keep=keep)
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (12, 6)], ids=str)
+def test_few_kv_heads_are_shared_after_tp(heads: tuple[int, int]) -> None:
+    """Each TP rank has 1 or 3 KV heads for 2 CP ranks."""
+    case = Case(P=2, H=heads[0], HK=heads[1])
+    ranks(4).run(_compare, case, Eager, ("cp", "tp"))
+    ranks(4).run(_compare, case, Sdpa, ("tp", "cp"))
+
+
+@pytest.mark.parametrize("case", MODES, ids=str)
+def test_local_input_is_the_local_shard_of_both(case: Case) -> None:
+    """``use_local_input``: plain tensors inside, TP DTensors outside."""
+    ranks(case.P * TP).run(_compare, case, Sdpa, ("cp", "tp"), use_local_input=True)
+
+
+@pytest.mark.parametrize(
+    "case", [Case(P=2, degree=1, layout="BSH"), Case(P=2, degree=1, layout="SBH")], ids=str
+)
+def test_merged_heads_are_cut_by_tp_under_colossal(case: Case) -> None:
+    """[B, S, H*D] with Shard(2) on the TP axis, unflattened and flattened inside."""
+    ranks(4).run(_compare, case.but(H=8, HK=4), Sdpa, ("cp", "tp"))
+
+
+def test_the_view_inside_puts_tp_left_of_cp() -> None:
+    """Behaviour 24: TP rank t and CP rank c hold head 2t + c of 4, without a strided shard."""
+
+    def on(rank: int) -> None:
+        case = Case(P=2, H=4, HK=4, D=2, DV=2)
+        root = _root(case, ("cp", "tp"))
+        cp, tp = root.get_local_rank("cp"), root.get_local_rank("tp")
+        numbers = torch.arange(4.0).view(1, 1, 4, 1).expand(2, case.S, 4, 2)
+
+        class Probe(nn.Module):
+            def forward(self, q: Any, k: Any, v: Any) -> Any:
+                assert q.shape == numbers.shape
+                assert q.device_mesh.mesh_dim_names == ("tp", "cp")
+                assert q.placements == (Shard(2), Shard(2))
+                assert torch.equal(q.to_local(), numbers[:, :, 2 * tp + cp, None])
+                return q
+
+        local = case.local(numbers.chunk(TP, 2)[tp], cp).contiguous()
+        fed = DTensor.from_local(local, root["tp"], [Shard(2)], run_check=False)
+        case.style().apply(Probe(), root["cp"])(fed, fed, fed)
+
+    ranks(4).run(on)
+
+
+REFUSED = [
+    pytest.param([Shard(1)], r"not CP; it must be Replicate\(\) or a shard", id="tp-on-sequence"),
+    pytest.param([Partial()], r"not CP; it must be Replicate\(\) or a shard", id="partial"),
+]
+
+
+@pytest.mark.parametrize(("placements", "message"), REFUSED)
+def test_layouts_that_cannot_compose_are_refused(placements: list[Any], message: str) -> None:
+    """On every rank, before data moves, and the next call works."""
+
+    def on(rank: int) -> None:
+        case = MODES[0]
+        root = _root(case, ("cp", "tp"))
+        module = case.style().apply(Sdpa(), root["cp"])
+        local = [case.local(x, root.get_local_rank("cp")) for x in case.qkv()]
+        fed = [DTensor.from_local(x, root["tp"], placements, run_check=False) for x in local]
+        with pytest.raises(ValueError, match=message):
+            module(*fed)
+        replicated = [DTensor.from_local(x, root["tp"], [Replicate()]) for x in local]
+        assert module(*replicated).placements == (Replicate(),)
+
+    ranks(4).run(on)
+
+
+def test_heads_that_tp_leaves_too_few_are_refused_with_both_sizes() -> None:
+    """4 heads on 2 TP ranks are 2 on each, which 4 CP ranks cannot share."""
+
+    def on(rank: int) -> None:
+        case = Case(P=4, H=4, HK=4)
+        root = _root(case, ("cp", "tp"))
+        local = case.local(case.qkv()[0].chunk(TP, 2)[0], root.get_local_rank("cp"))
+        fed = DTensor.from_local(local, root["tp"], [Shard(2)], run_check=False)
+        with pytest.raises(ValueError, match=r"num_heads \(2\) .* 2 TP ranks"):
+            case.style().apply(Sdpa(), root["cp"])(fed, fed, fed)
+
+    ranks(8).run(on)
