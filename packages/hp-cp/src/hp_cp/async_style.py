@@ -26,9 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hp_comm import Handle, gather_seq, preflight, seq_to_head
+from hp_cp.core_boundary import CPBoundary
 from hp_cp.handoff import Launched, ViewRecipe, learn_view, split_output
+from hp_cp.inputs import LABELS, Inputs
 from hp_cp.plan import HeadTable, Plan
-from hp_cp.style import LABELS, ContextParallel, CPBoundary, Inputs
+from hp_cp.style import ContextParallel
 from hp_mesh._torch import local_shard
 from hp_mesh.boundary import boundary_of, outside_compiled_code
 from hp_mesh.checks import require

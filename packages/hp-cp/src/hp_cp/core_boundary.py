@@ -1,0 +1,266 @@
+"""The boundary of `ContextParallel` around one module: send, wrap, let it run, send back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from hp_comm import exchange_head_tail, gather_seq, head_to_seq, preflight, seq_to_head
+from hp_cp.inputs import LABELS, Inputs, advise, read_inputs
+from hp_cp.output import OutputDims, output_dims
+from hp_cp.plan import Plan
+from hp_mesh._torch import from_local
+from hp_mesh.arguments import Slot, map_outputs, replace_slots
+from hp_mesh.boundary import Boundary, Entry
+from hp_mesh.checks import fail
+from hp_mesh.mesh import flatten_mesh, split_cp_mesh
+from hp_mesh.placement import TensorLayout, compose
+from hp_mesh.view import View
+from hp_mesh.window import Range
+
+if TYPE_CHECKING:
+    from hp_cp.style import ContextParallel
+
+__all__ = ["CPBoundary"]
+
+
+@dataclass
+class _Call(Entry):
+    """What one call of the module keeps between its hooks.
+
+    Attributes:
+        slots: Where the call holds q, k and v.
+        layout: Layout that q came with; the output is restored to it.
+        dims: ``(seq_dim, head_dim)`` of q, counted from the front.
+        heads: Query heads of this rank and their number, after TP.
+        length: Global sequence length.
+        tail: Second half of the work under load balance: q of the mirror rank's tail.
+    """
+
+    slots: list[Slot]
+    layout: TensorLayout
+    dims: tuple[int, int]
+    heads: tuple[Range, int]
+    length: int
+    tail: Tensor | None
+
+
+class CPBoundary(Boundary[_Call]):
+    """`ContextParallel` around one module.
+
+    Attributes:
+        style: The configuration.
+        plan: Its resolved degrees on this mesh.
+        cp_mesh: Mesh of the CP axes inside: 1-D, or ``("co", "ds")`` for Hybrid.
+        rank: CP rank.
+    """
+
+    def __init__(self, style: ContextParallel, plan: Plan, device_mesh: DeviceMesh) -> None:
+        super().__init__(type(style).__name__, device_mesh)
+        self.style = style
+        self.plan = plan
+        flat = flatten_mesh(device_mesh)
+        self.group = flat.get_group()
+        self.rank = flat.get_local_rank()
+        if plan.mode == "hybrid":
+            self.cp_mesh = split_cp_mesh(device_mesh, plan.ulysses_degree)
+        else:
+            self.cp_mesh = flat
+
+    @property
+    def ulysses_group(self) -> ProcessGroup | None:
+        """Ranks that trade sequence for heads; None if there is one only."""
+        if self.plan.ulysses_degree == 1:
+            return None
+        return self.cp_mesh.get_group(self.cp_mesh.ndim - 1)
+
+    @property
+    def colossal_group(self) -> ProcessGroup | None:
+        """Ranks that gather k and v; None if there is one only."""
+        return None if self.plan.colossal_degree == 1 else self.cp_mesh.get_group(0)
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        """Select q, k, v; check; compare with the other ranks; send; wrap; describe the view."""
+        inputs = self._agree(args, kwargs)
+        q, k, v = inputs.locals
+        seq_dim, _ = inputs.dims
+        length = q.size(seq_dim) * self.plan.cp_size
+        windows = self.plan.rows(self.rank, length)
+        q, k, v = self._send(q, k, v, inputs)
+        tail = None
+        if self.plan.load_balance:
+            q, own_tail = q.chunk(2, dim=seq_dim)
+            tail = exchange_head_tail(own_tail, self.group)
+        d = self.rank % self.plan.ulysses_degree
+        heads = inputs.table.query[d]
+        layout = inputs.layouts[0]
+        mesh, q_placements = compose(
+            layout, self.cp_mesh, self._cp_placements(0, inputs), self.where
+        )
+        first = mesh.ndim - self.cp_mesh.ndim
+        view = View(
+            mesh=mesh,
+            cp_axes=tuple(range(first, mesh.ndim)),
+            window=windows[0],
+            query_placements=q_placements,
+            heads=heads,
+            num_heads=inputs.num_heads,
+            is_local=self.style.use_local_input,
+            is_balanced=self.plan.load_balance,
+            where=self.where,
+        )
+        wrapped = [self._wrap(x, i, inputs, view) for i, x in enumerate((q, k, v))]
+        new_args, new_kwargs = replace_slots(args, kwargs, inputs.slots, wrapped)
+        if tail is not None:
+            tail = self._wrap(tail, 0, inputs, view)
+        return _Call(
+            args=new_args,
+            kwargs=new_kwargs,
+            view=view,
+            slots=inputs.slots,
+            layout=layout,
+            dims=inputs.dims,
+            heads=(heads, inputs.num_heads),
+            length=length,
+            tail=tail,
+        )
+
+    def leave(self, module: nn.Module, entry: _Call, output: Any) -> Any:
+        """Send the declared outputs back and lay them out as q was."""
+        if entry.tail is None:
+            return self._map(entry, output, lambda x: self._restore(entry, *self._return(entry, x)))
+        heads: list[tuple[Tensor, OutputDims]] = []
+        self._map(entry, output, lambda x: heads.append(self._return(entry, x)))
+        _, entry.view.window = self.plan.rows(self.rank, entry.length)
+        args, kwargs = replace_slots(entry.args, entry.kwargs, entry.slots[:1], [entry.tail])
+        second = module.forward(*args, **kwargs)
+        queue = iter(heads)
+
+        def join(x: Tensor) -> Tensor:
+            head, dims = next(queue)
+            tail, _ = self._return(entry, x)
+            own_tail = exchange_head_tail(tail, self.group)
+            return self._restore(entry, torch.cat([head, own_tail], dim=dims.seq_dim), dims)
+
+        return self._map(entry, second, join, balanced=True)
+
+    def _agree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        """Return the checked inputs, or raise what any rank found wrong, on all of them."""
+        error: Exception | None = None
+        inputs: Inputs | None = None
+        try:
+            inputs = self._read(args, kwargs)
+        except (TypeError, ValueError) as problem:
+            error = problem
+        preflight(
+            self.group,
+            self.where,
+            {} if inputs is None else inputs.signature(),
+            error=error,
+            call_index=self.next_call_index(),
+            way_out=lambda differing: advise(self.plan, differing),
+        )
+        assert inputs is not None, "preflight raises the error it is given"
+        # only now: the ranks have one length, so all of them refuse it with one text
+        self.plan.check_length(inputs.locals[0].size(inputs.dims[0]), self.where)
+        return inputs
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        return read_inputs(
+            args, kwargs, style=self.style, plan=self.plan, cp_mesh=self.cp_mesh, where=self.where
+        )
+
+    def _send(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
+        """Trade sequence for heads, then gather what is left of the sequence of k and v."""
+        seq_dim, head_dim = inputs.dims
+        if self.ulysses_group is not None:
+            kv_heads = inputs.table.kv_sent
+            q, k, v = seq_to_head(
+                (q, k, v),
+                self.ulysses_group,
+                seq_dim=seq_dim,
+                head_dim=head_dim,
+                heads=(None, kv_heads, kv_heads),
+            )
+        if self.colossal_group is not None:
+            k, v = gather_seq((k, v), self.colossal_group, seq_dim=seq_dim)
+        return self._expand(q, k, v, inputs)
+
+    def _expand(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
+        """Give each query head a KV head of its own where they do not share them evenly."""
+        _, head_dim = inputs.dims
+        if inputs.table.kv_expand is not None:
+            index = torch.tensor(
+                inputs.table.kv_expand[self.rank % self.plan.ulysses_degree], device=k.device
+            )
+            k, v = k.index_select(head_dim, index), v.index_select(head_dim, index)
+        return q, k, v
+
+    def _cp_placements(self, which: int, inputs: Inputs) -> list[Placement]:
+        """Return the placements of q (0), k or v on the CP mesh, inside the boundary."""
+        seq_dim, head_dim = inputs.dims
+        rows: Placement = Shard(seq_dim) if which == 0 else Replicate()
+        if self.plan.mode == "hybrid":
+            return [rows, Shard(head_dim)]
+        return [Shard(head_dim)] if self.plan.mode == "ulysses" else [rows]
+
+    def _wrap(self, local: Tensor, which: int, inputs: Inputs, view: View) -> Tensor:
+        if self.style.use_local_input:
+            return local
+        mesh, placements = compose(
+            inputs.layouts[which], self.cp_mesh, self._cp_placements(which, inputs), self.where
+        )
+        if mesh != view.mesh:
+            raise fail(
+                self.where,
+                f"{LABELS[which]} on {mesh} must lie on the same axes as q ({view.mesh})",
+                "lay out q, k and v alike over the axes that are not CP",
+            )
+        return from_local(local, mesh, placements, view.partial_grads(placements))
+
+    def _map(self, entry: _Call, output: Any, convert: Any, balanced: bool = False) -> Any:
+        """Convert the declared outputs; the other tensors keep their data."""
+        plain = self.style.use_local_output or entry.layout.is_plain
+
+        def other(x: Tensor) -> Tensor:
+            if balanced:
+                raise TypeError(
+                    f"{self.where}: under load_balance the module is called twice, and output "
+                    f"{list(x.shape)} must be joined like the first; name all tensor outputs that "
+                    "have the sequence in the same dim with outputs=, or return the attention "
+                    "output only"
+                )
+            return x.to_local() if plain and isinstance(x, DTensor) else x
+
+        return map_outputs(output, self.style.outputs, convert, other, self.where)
+
+    def _return(self, entry: _Call, output: Tensor) -> tuple[Tensor, OutputDims]:
+        """Return this rank's sequence shard of ``output``, with its dims."""
+        dims = output_dims(
+            output,
+            view=entry.view,
+            in_dims=entry.dims,
+            foreign=entry.layout.foreign_placements,
+            seq_dim=self.style.output_seq_dim,
+            head_dim=self.style.output_head_dim,
+            heads=entry.heads,
+            has_heads=self.plan.ulysses_degree > 1,
+            view_length=entry.length // (2 if self.plan.load_balance else 1),
+        )
+        local = dims.take(output, entry.view)
+        if self.ulysses_group is not None and dims.trades_heads:
+            local = head_to_seq(
+                local, self.ulysses_group, seq_dim=dims.seq_dim, head_dim=dims.head_dim
+            )
+        return local, dims
+
+    def _restore(self, entry: _Call, local: Tensor, dims: OutputDims) -> Tensor:
+        if self.style.use_local_output:
+            return local
+        return entry.layout.restore(local, dims.seq_dim, dims.foreign)

@@ -1,0 +1,147 @@
+"""q, k and v of one call: found, split from their layout, and checked before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from hp_comm import Handle
+from hp_cp.plan import HeadTable, Plan, resolve_dims
+from hp_mesh.arguments import Slot, find_slots, read_slots
+from hp_mesh.checks import require
+from hp_mesh.placement import TensorLayout, read_layout
+
+if TYPE_CHECKING:
+    from hp_cp.style import ContextParallel
+
+__all__ = ["LABELS", "Inputs", "advise", "read_inputs"]
+
+LABELS = ("q", "k", "v")
+_LENGTH = "local sequence length"
+
+
+@dataclass
+class Inputs:
+    """q, k and v of one call, checked on this rank."""
+
+    slots: list[Slot]
+    tensors: list[Tensor]
+    locals: list[Tensor]
+    layouts: list[TensorLayout]
+    dims: tuple[int, int]
+    table: HeadTable
+    num_heads: int
+    num_kv_heads: int
+    claimed: dict[str, Handle[Tensor]] = field(default_factory=dict)
+
+    def signature(self) -> dict[str, object]:
+        """Return what must be the same on every CP rank, by the name to show."""
+        seq_dim, _ = self.dims
+        signature: dict[str, object] = {_LENGTH: self.locals[0].size(seq_dim)}
+        signature["sent ahead"] = sorted(self.claimed)
+        for name, x, layout in zip(LABELS, self.locals, self.layouts, strict=True):
+            shape = [n for dim, n in enumerate(x.shape) if dim != seq_dim]
+            signature[f"shape of {name} without its sequence dim"] = shape
+            signature[f"dtype of {name}"] = x.dtype
+            signature[f"requires_grad of {name}"] = x.requires_grad and torch.is_grad_enabled()
+            signature[f"placements of {name}"] = layout.placements
+        return signature
+
+
+def read_inputs(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    style: ContextParallel,
+    plan: Plan,
+    cp_mesh: DeviceMesh,
+    where: str,
+) -> Inputs:
+    """Find q, k and v in a call and check what this rank alone can know about them.
+
+    Raises:
+        ValueError: With the rule, the numbers and the way out.
+        TypeError: If one of them is not a tensor.
+    """
+    slots = find_slots(
+        args,
+        kwargs,
+        labels=LABELS,
+        indices=style.qkv_indices,
+        kwarg_names=style.qkv_kwarg_names,
+        where=where,
+    )
+    tensors: list[Tensor] = read_slots(args, kwargs, slots)
+    ndim = tensors[0].ndim
+    require(
+        all(x.ndim == ndim for x in tensors),
+        where,
+        f"q, k and v with {[x.ndim for x in tensors]} dims must have one number of dims",
+        "check qkv_indices and qkv_kwarg_names",
+    )
+    needs_heads = plan.ulysses_degree > 1
+    seq_dim, head_dim = resolve_dims(
+        where, ndim, style.seq_dim, style.head_dim, needs_heads=needs_heads
+    )
+    pairs = [
+        read_layout(x, cp_mesh, seq_dim, name, where)
+        for name, x in zip(LABELS, tensors, strict=True)
+    ]
+    q, k, v = locals_ = [local for local, _ in pairs]
+    lengths = [x.size(seq_dim) for x in locals_]
+    require(
+        len(set(lengths)) == 1,
+        where,
+        f"q, k and v {[list(x.shape) for x in locals_]} have {lengths} rows in seq_dim "
+        f"({style.seq_dim}); they must have one length",
+        "check that seq_dim and head_dim name the layout (BSHD is 1, 2 and BNSD is 2, 1) and "
+        "that each is this rank's shard",
+    )
+    num_heads = num_kv_heads = 1
+    if needs_heads:
+        num_heads, num_kv_heads = q.size(head_dim), k.size(head_dim)
+        require(
+            v.size(head_dim) == num_kv_heads,
+            where,
+            f"v has {v.size(head_dim)} heads in head_dim ({style.head_dim}), which must be "
+            f"the number of heads of k ({num_kv_heads})",
+            "check qkv_indices and the layout",
+        )
+    elif head_dim < ndim:
+        num_heads, num_kv_heads = q.size(head_dim), k.size(head_dim)
+    layout = pairs[0][1]
+    table = plan.heads(
+        num_heads,
+        num_kv_heads,
+        where=where,
+        head_dim=head_dim if needs_heads else None,
+        shape=list(q.shape),
+        tp_size=layout.foreign_size(head_dim),
+    )
+    return Inputs(
+        slots=slots,
+        tensors=tensors,
+        locals=locals_,
+        layouts=[layout for _, layout in pairs],
+        dims=(seq_dim, head_dim),
+        table=table,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+    )
+
+
+def advise(plan: Plan, differing: Mapping[str, Sequence[str]]) -> str:
+    """Name the way out of what the ranks disagree about: unequal shards need padding."""
+    lengths = differing.get(_LENGTH, ())
+    if not lengths or not all(length.isdigit() for length in lengths):
+        return ""  # alike, or some ranks are in another call
+    total = sum(map(int, lengths))
+    return (
+        f"if these are the shards of one sequence of {total}, pad it to "
+        f"{plan.next_length(total)} with pad_sequence before it is cut"
+    )
