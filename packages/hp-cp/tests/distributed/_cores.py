@@ -54,7 +54,9 @@ def heads_back(x: Tensor, layout: str) -> Tensor:
 class Sdpa(nn.Module):
     """``F.scaled_dot_product_attention`` with whatever is passed on to it."""
 
-    def __init__(self, layout: str = "BSHD", *, causal: bool = True, head_size: int = 6, **kw: Any):
+    def __init__(
+        self, layout: str = "BSHD", *, causal: bool = True, head_size: int = 6, **kw: Any
+    ) -> None:
         super().__init__()
         self.layout, self.causal, self.head_size, self.kw = layout, causal, head_size, kw
 
@@ -80,7 +82,7 @@ class Eager(nn.Module):
         causal: bool = True,
         head_size: int = 6,
         mask_from: str = "k",
-    ):
+    ) -> None:
         super().__init__()
         self.layout, self.causal, self.head_size = layout, causal, head_size
         self.mask_from = mask_from

@@ -44,7 +44,7 @@ def test_the_constructor_refuses_what_it_can_know(arguments: Any, message: str) 
 
 
 def test_the_constructor_takes_the_positional_order_of_the_guide() -> None:
-    """seq_dim, head_dim, ulysses_degree, qkv_indices, qkv_kwarg_names, use_local_output, balance."""
+    """seq_dim, head_dim, ulysses_degree, qkv_indices, qkv_kwarg_names, then the two flags."""
     style = ContextParallel(2, 1, 1, (2, 0, 1), ("q", "k", "v"), True, True)
     assert (style.seq_dim, style.head_dim, style.ulysses_degree) == (2, 1, 1)
     assert (style.qkv_indices, style.qkv_kwarg_names) == ((2, 0, 1), ("q", "k", "v"))

@@ -191,7 +191,7 @@ def test_plain_tables_indices_and_masks_meet_dtensors(case: Case) -> None:
 
 @pytest.mark.parametrize("case", UNBALANCED, ids=str)
 def test_a_parameter_inside_the_core_gets_this_ranks_share(case: Case) -> None:
-    """A learnt sink and a per-head scale: shares sum to the whole gradient, no hidden collective."""
+    """A learnt sink and a gain per head: shares sum to the whole gradient, nothing more is sent."""
 
     class Sink(nn.Module):
         def __init__(self) -> None:
@@ -291,7 +291,7 @@ def test_local_causal_attention_of_rows_with_no_known_place_is_refused() -> None
     def on(rank: int) -> None:
         case = Case(P=2, degree=1, H=4, HK=4)
         local = [case.local(x, rank) for x in case.qkv()]
-        with pytest.raises(ValueError, match="must be the rows .12. and keys .24."):
+        with pytest.raises(ValueError, match=r"must be the rows \(12\) and keys \(24\)"):
             case.style(use_local_input=True).apply(Slice(), case.mesh())(*local)
 
     ranks(2).run(on)

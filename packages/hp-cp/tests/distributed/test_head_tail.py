@@ -1,4 +1,4 @@
-"""Load balance: every rank computes its own head and its mirror's tail, in natural order outside."""
+"""Load balance: every rank computes its own head and its mirror's tail; order outside is natural."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_each_rank_computes_its_head_and_the_mirrors_tail(P: int) -> None:
 def test_balanced_equals_unbalanced_whatever_the_mask(
     case: Case, causal: bool, core: type[nn.Module]
 ) -> None:
-    """B06: causal or not, chunks of one token, and the middle rank of 3, which swaps with itself."""
+    """B06: causal or not, chunks of one token, and the middle rank of 3, its own mirror."""
     ranks(case.P).run(compare, case, lambda: core(causal=causal))
 
 
@@ -140,7 +140,7 @@ def test_an_undeclared_second_tensor_is_refused() -> None:
 
 
 def test_a_causal_mask_sized_from_q_is_refused_with_the_reason() -> None:
-    """Design 3.1: q holds half of the sequence in head-tail order, so such a mask has wrong rows."""
+    """Design 3.1: q is half of the sequence in head-tail order, so such a mask has wrong rows."""
 
     def on(rank: int) -> None:
         module = TWO.style().apply(Eager(mask_from="q"), TWO.mesh())

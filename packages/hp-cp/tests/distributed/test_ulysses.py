@@ -152,7 +152,7 @@ def test_v_may_have_its_own_head_size(case: Case, core: type[nn.Module]) -> None
 )
 @pytest.mark.parametrize("case", EACH, ids=str)
 def test_each_tensor_travels_in_its_own_dtype(case: Case, dtypes: tuple[torch.dtype, ...]) -> None:
-    """B18: no silent cast; the module sees the dtypes of its inputs, gradients come back in them."""
+    """B18: no silent cast; the module sees the inputs' dtypes, gradients come back in them."""
     seen = {}
 
     class Casts(Sdpa):

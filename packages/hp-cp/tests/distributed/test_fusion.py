@@ -1,0 +1,225 @@
+"""``npu_fusion_attention`` inside the boundary, by way of an operator that *emulates* it on CPU.
+
+`define_emulated_operator` registers ``npu::npu_fusion_attention`` with the documented schema and
+the plain-torch emulation of the unit tests. That emulation and device agree is not shown here.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hp_cp import attention_window, init_device_mesh
+from hp_mesh.testing import assert_close, randn, ranks
+
+from ..unit.test_attention_fusion import COMPRESSED, emulate_npu_fusion_attention
+from ._compare import Case, compare, reference
+from ._cores import heads_first
+
+SCHEMA = (
+    "{name}(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, {star}"
+    "Tensor? pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None, float scale=1., "
+    "float keep_prob=1., int {pre}=2147483647, int {next}=2147483647, int inner_precise=0, "
+    "int[]? prefix=None, int[]? actual_seq_qlen=None, int[]? actual_seq_kvlen=None, "
+    "int sparse_mode=0, bool gen_mask_parallel=True, bool sync=False, "
+    'str softmax_layout="", Tensor? sink=None) '
+    "-> (Tensor, Tensor, Tensor, Tensor, int, int, int)"
+)
+LAYOUTS = {"BSHD": "BSND", "BNSD": "BNSD", "TND": "TND", "BSH": "BSH", "SBH": "SBH"}
+ULYSSES, COLOSSAL = Case(P=2), Case(P=3, degree=1)
+HYBRID, BALANCED = Case(P=4, degree=2), Case(P=2, degree=1, load_balance=True)
+ALL = [ULYSSES, COLOSSAL, HYBRID, BALANCED]
+
+
+def _emulate(version: int, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Run the emulation on the arguments that differ from the schema's defaults."""
+    arguments = getattr(torch.ops.npu, name).default._schema.arguments
+    given = {**dict(zip([a.name for a in arguments], args, strict=False)), **kwargs}
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    q, k, v, heads, layout = (
+        given.pop(n) for n in ("query", "key", "value", "head_num", "input_layout")
+    )
+    given = {n: x for n, x in given.items() if isinstance(x, Tensor) or x != defaults[n]}
+    assert not any(isinstance(x, DTensor) for x in (q, k, v, *given.values()))
+    out = emulate_npu_fusion_attention(version, q, k, v, heads, layout, **given)
+    tokens = (q.shape[0], heads, 8) if layout == "TND" else None
+    rows = q.shape[0 if layout == "SBH" else 2 if layout == "BNSD" else 1]
+    batch = q.shape[1 if layout == "SBH" else 0]
+    statistics = q.new_zeros(tokens or (batch, heads, rows, 8))
+    return out, statistics, statistics.clone(), q.new_empty(0), 0, 0, 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def define_emulated_operator() -> Any:
+    """Register both spellings of the operator for the tests of this file."""
+    if hasattr(torch.ops.npu, "npu_fusion_attention"):
+        pytest.skip("torch_npu has registered the real operator")
+    library = torch.library.Library("npu", "FRAGMENT")  # noqa: TOR901
+    for version, suffix, star, tokens in ((1, "", "", "tockens"), (2, "_v2", "*, ", "tokens")):
+        name = f"npu_fusion_attention{suffix}"
+        schema = SCHEMA.format(name=name, star=star, pre=f"pre_{tokens}", next=f"next_{tokens}")
+        library.define(schema)
+
+        kernel = functools.partial(_emulate, version, name)
+        library.impl(name, kernel, "CompositeImplicitAutograd")
+    yield
+    library._destroy()
+
+
+class Fused(nn.Module):
+    """Calls the operator with what a model passes on one device."""
+
+    def __init__(self, layout: str, suffix: str = "", **kwargs: Any) -> None:
+        super().__init__()
+        self.layout, self.suffix, self.kwargs = layout, suffix, kwargs
+
+    def forward(self, q: Any, k: Any, v: Any) -> Any:
+        op = getattr(torch.ops.npu, f"npu_fusion_attention{self.suffix}")
+        heads = (
+            q.shape[-1] // 6
+            if self.layout in ("BSH", "SBH")
+            else q.shape[Case(layout=self.layout).head_dim]
+        )
+        out, softmax_max, softmax_sum, *_ = op(
+            q, k, v, heads, LAYOUTS[self.layout], scale=0.4, **self.kwargs
+        )
+        assert softmax_max.shape == softmax_sum.shape
+        assert heads in softmax_max.shape and softmax_max.shape[-1] == 8
+        return out
+
+
+@pytest.mark.parametrize("mode", [2, 3])
+@pytest.mark.parametrize(
+    "case",
+    [case.but(layout=layout) for case in ALL for layout in ("BSHD", "BNSD")]
+    # heads that are merged with the head size are not cut by CP
+    + [case.but(layout=layout) for case in (COLOSSAL, BALANCED) for layout in ("BSH", "SBH")],
+    ids=str,
+)
+def test_causal_sparse_modes_equal_one_device(case: Case, mode: int) -> None:
+    """The compressed mask and ``sparse_mode`` 2 or 3, as models pass them; every gradient."""
+    kwargs = {"atten_mask": COMPRESSED, "sparse_mode": mode}
+    ranks(case.P).run(compare, case, lambda: Fused(case.layout, **kwargs))
+
+
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_a_sliding_window_equals_one_device(case: Case) -> None:
+    """Mode 4, in both spellings of the tokens."""
+    for suffix, word in (("", "tockens"), ("_v2", "tokens")):
+        tokens = {f"pre_{word}": 5, f"next_{word}": 0}
+        kwargs = {"atten_mask": COMPRESSED, "sparse_mode": 4, **tokens}
+        ranks(case.P).run(compare, case, lambda s=suffix, k=kwargs: Fused("BSHD", s, **k))
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (2, 1, 24, 24), (2, 12, 24, 24)], ids=str)
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_an_explicit_mask_is_cut(case: Case, shape: tuple[int, ...]) -> None:
+    """Mode 1, True is masked out; rows and heads of the rank."""
+    mask = randn(*shape, seed=3) > 0.6
+    mask[..., 0] = False
+    kwargs = {"atten_mask": mask, "sparse_mode": 1}
+    ranks(case.P).run(compare, case, lambda: Fused("BSHD", **kwargs))
+
+
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_a_position_bias_and_sinks_are_cut_per_head(case: Case) -> None:
+    """``pse`` [B, H, S, S] and ``sink`` [H] beside a causal mode."""
+    kwargs = {
+        "pse": randn(2, 12, 24, 24, seed=4),
+        "sink": randn(12, seed=5).float(),
+        "atten_mask": COMPRESSED,
+        "sparse_mode": 2,
+    }
+    ranks(case.P).run(compare, case, lambda: Fused("BSHD", **kwargs))
+
+
+@pytest.mark.parametrize("case", [ULYSSES, COLOSSAL, HYBRID], ids=str)
+def test_documents_of_tnd_are_cut(case: Case) -> None:
+    """Cumulative lengths that end inside a rank's rows, and one that spans ranks."""
+    lengths = [5, 17, 24]
+    kwargs = {
+        "atten_mask": COMPRESSED,
+        "sparse_mode": 3,
+        "actual_seq_qlen": lengths,
+        "actual_seq_kvlen": lengths,
+    }
+    ranks(case.P).run(compare, case.but(layout="TND"), lambda: Fused("TND", **kwargs))
+
+
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_local_tensors_get_the_window_too(case: Case) -> None:
+    """``use_local_input=True``: the operator sees plain tensors, causality is still global."""
+
+    class Local(Fused):
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            assert attention_window() is None or not isinstance(q, DTensor)
+            return super().forward(q, k, v)
+
+    kwargs = {"atten_mask": COMPRESSED, "sparse_mode": 2}
+    ranks(case.P).run(compare, case, lambda: Local("BSHD", **kwargs), use_local_input=True)
+
+
+@pytest.mark.parametrize("case", [ULYSSES.but(H=8, HK=4), HYBRID.but(H=8, HK=4)], ids=str)
+def test_tp_shards_are_its_heads(case: Case) -> None:
+    """``head_num`` counts all heads of q as the core sees it; the rank's are passed on."""
+    kwargs = {"atten_mask": COMPRESSED, "sparse_mode": 2}
+
+    def on(rank: int) -> None:
+        root = init_device_mesh("cpu", (case.P, 2), mesh_dim_names=("cp", "tp"))
+        cp, tp = root.get_local_rank("cp"), root.get_local_rank("tp")
+        expected, grads = reference(Fused("BSHD", **kwargs), case.qkv(), case.upstream())
+
+        def cut(x: Tensor) -> Tensor:
+            return case.local(x.chunk(2, 2)[tp], cp)
+
+        local = [cut(x).clone().requires_grad_() for x in case.qkv()]
+        placements = [torch.distributed.tensor.Shard(2)]
+        fed = [DTensor.from_local(x, root["tp"], placements, run_check=False) for x in local]
+        out = case.style().apply(Fused("BSHD", **kwargs), root["cp"])(*fed)
+        assert_close(out.to_local(), cut(expected))
+        out.to_local().backward(cut(case.upstream()))
+        for x, full in zip(local, grads, strict=True):
+            assert full is not None
+            assert_close(x.grad, cut(full), kind="grad")
+
+    ranks(case.P * 2).run(on)
+
+
+def test_a_mode_that_cannot_be_cut_is_refused_by_all() -> None:
+    """Prefix modes: the message says what to pass instead."""
+
+    def on(rank: int) -> None:
+        core = Fused("BSHD", atten_mask=COMPRESSED, sparse_mode=6)
+        COLOSSAL.style().apply(core, COLOSSAL.mesh())
+        with pytest.raises(ValueError, match=r"sparse_mode \(6\) must be 0 to 4"):
+            core(*(COLOSSAL.local(x, rank) for x in COLOSSAL.qkv()))
+
+    ranks(3).run(on)
+
+
+def test_a_layout_that_is_not_known_is_refused() -> None:
+    """``input_layout`` of a later version."""
+
+    class Odd(nn.Module):
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            return torch.ops.npu.npu_fusion_attention(q, k, v, 12, "NTD_TND")[0]
+
+    def on(rank: int) -> None:
+        core = ULYSSES.style().apply(Odd(), ULYSSES.mesh())
+        with pytest.raises(ValueError, match=r"input_layout \('NTD_TND'\) must be one of BSH"):
+            core(*(ULYSSES.local(x, rank) for x in ULYSSES.qkv()))
+
+    ranks(2).run(on)
+
+
+def test_heads_first_is_what_the_emulation_compares_with() -> None:
+    """The emulated operator without a mask is softmax attention."""
+    q, k, v = (heads_first(x, "BSHD", 6) for x in ULYSSES.qkv())
+    out = torch.ops.npu.npu_fusion_attention(q, k, v, 12, "BNSD", scale=6**-0.5)[0]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    assert_close(out, expected)
