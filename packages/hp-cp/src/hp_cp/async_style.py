@@ -331,12 +331,12 @@ class AsyncBoundary(CPBoundary):
             "put hp_cp.Handoff() behind the rotary embedding or norm and pass that"
         )
 
-    def _send(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
+    def _send(self, inputs: Inputs) -> tuple[Tensor, ...]:
         claimed = inputs.claimed
         if not claimed:
-            return super()._send(q, k, v, inputs)
+            return super()._send(inputs)
         seq_dim, head_dim = inputs.dims
-        xs = dict(zip(LABELS, (q, k, v), strict=True))
+        xs = dict(zip(LABELS, inputs.locals, strict=True))
         rest = [name for name in LABELS if name not in claimed]
         if self.ulysses_group is None:
             assert self.colossal_group is not None, "one rank has no handoffs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,42 +17,33 @@ from hp_cp.inputs import LABELS, Inputs, advise, read_inputs
 from hp_cp.output import OutputDims, output_dims
 from hp_cp.plan import Plan
 from hp_mesh._torch import from_local
-from hp_mesh.arguments import Slot, map_outputs, replace_slots
+from hp_mesh.arguments import map_outputs, replace_slots
 from hp_mesh.boundary import Boundary, Entry
 from hp_mesh.checks import fail
 from hp_mesh.mesh import flatten_mesh, split_cp_mesh
-from hp_mesh.placement import TensorLayout, compose
+from hp_mesh.placement import compose
 from hp_mesh.view import View
-from hp_mesh.window import Range
 
 if TYPE_CHECKING:
     from hp_cp.style import ContextParallel
 
-__all__ = ["CPBoundary"]
+__all__ = ["CPBoundary", "Call"]
 
 
 @dataclass
-class _Call(Entry):
+class Call(Entry):
     """What one call of the module keeps between its hooks.
 
     Attributes:
-        slots: Where the call holds q, k and v.
-        layout: Layout that q came with; the output is restored to it.
-        dims: ``(seq_dim, head_dim)`` of q, counted from the front.
-        heads: Query heads of this rank and their number, after TP.
-        length: Global sequence length.
+        inputs: q, k and v as they came; the output is laid out as q was.
         tail: Second half of the work under load balance: q of the mirror rank's tail.
     """
 
-    slots: list[Slot]
-    layout: TensorLayout
-    dims: tuple[int, int]
-    heads: tuple[Range, int]
-    length: int
-    tail: Tensor | None
+    inputs: Inputs
+    tail: Tensor | None = None
 
 
-class CPBoundary(Boundary[_Call]):
+class CPBoundary(Boundary[Call]):
     """`ContextParallel` around one module.
 
     Attributes:
@@ -85,60 +77,28 @@ class CPBoundary(Boundary[_Call]):
         """Ranks that gather k and v; None if there is one only."""
         return None if self.plan.colossal_degree == 1 else self.cp_mesh.get_group(0)
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Select q, k, v; check; compare with the other ranks; send; wrap; describe the view."""
         inputs = self._agree(args, kwargs)
-        q, k, v = inputs.locals
-        seq_dim, _ = inputs.dims
-        length = q.size(seq_dim) * self.plan.cp_size
-        windows = self.plan.rows(self.rank, length)
-        q, k, v = self._send(q, k, v, inputs)
+        q, k, v = self._send(inputs)
         tail = None
         if self.plan.load_balance:
-            q, own_tail = q.chunk(2, dim=seq_dim)
+            q, own_tail = q.chunk(2, dim=inputs.dims[0])
             tail = exchange_head_tail(own_tail, self.group)
-        d = self.rank % self.plan.ulysses_degree
-        heads = inputs.table.query[d]
-        layout = inputs.layouts[0]
-        mesh, q_placements = compose(
-            layout, self.cp_mesh, self._cp_placements(0, inputs), self.where
-        )
-        first = mesh.ndim - self.cp_mesh.ndim
-        view = View(
-            mesh=mesh,
-            cp_axes=tuple(range(first, mesh.ndim)),
-            window=windows[0],
-            query_placements=q_placements,
-            heads=heads,
-            num_heads=inputs.num_heads,
-            is_local=self.style.use_local_input,
-            is_balanced=self.plan.load_balance,
-            where=self.where,
-        )
-        wrapped = [self._wrap(x, i, inputs, view) for i, x in enumerate((q, k, v))]
-        new_args, new_kwargs = replace_slots(args, kwargs, inputs.slots, wrapped)
+        view = self._view(inputs)
+        args, kwargs = self._hand_over(args, kwargs, inputs, view, (q, k, v))
         if tail is not None:
             tail = self._wrap(tail, 0, inputs, view)
-        return _Call(
-            args=new_args,
-            kwargs=new_kwargs,
-            view=view,
-            slots=inputs.slots,
-            layout=layout,
-            dims=inputs.dims,
-            heads=(heads, inputs.num_heads),
-            length=length,
-            tail=tail,
-        )
+        return Call(args, kwargs, view, inputs, tail)
 
-    def leave(self, module: nn.Module, entry: _Call, output: Any) -> Any:
+    def leave(self, module: nn.Module, entry: Call, output: Any) -> Any:
         """Send the declared outputs back and lay them out as q was."""
         if entry.tail is None:
             return self._map(entry, output, lambda x: self._restore(entry, *self._return(entry, x)))
         heads: list[tuple[Tensor, OutputDims]] = []
         self._map(entry, output, lambda x: heads.append(self._return(entry, x)))
-        _, entry.view.window = self.plan.rows(self.rank, entry.length)
-        args, kwargs = replace_slots(entry.args, entry.kwargs, entry.slots[:1], [entry.tail])
+        _, entry.view.window = self.plan.rows(self.rank, self._length(entry.inputs))
+        args, kwargs = replace_slots(entry.args, entry.kwargs, entry.inputs.slots[:1], [entry.tail])
         second = module.forward(*args, **kwargs)
         queue = iter(heads)
 
@@ -149,6 +109,40 @@ class CPBoundary(Boundary[_Call]):
             return self._restore(entry, torch.cat([head, own_tail], dim=dims.seq_dim), dims)
 
         return self._map(entry, second, join, balanced=True)
+
+    def _view(self, inputs: Inputs) -> View:
+        """Describe what the first call of the module computes on this rank."""
+        mesh, placements = compose(
+            inputs.layouts[0], self.cp_mesh, self._cp_placements(0, inputs), self.where
+        )
+        first = mesh.ndim - self.cp_mesh.ndim
+        return View(
+            mesh=mesh,
+            cp_axes=tuple(range(first, mesh.ndim)),
+            window=self.plan.rows(self.rank, self._length(inputs))[0],
+            query_placements=placements,
+            heads=inputs.table.query[self.rank % self.plan.ulysses_degree],
+            num_heads=inputs.num_heads,
+            is_local=self.style.use_local_input,
+            is_balanced=self.plan.load_balance,
+            where=self.where,
+        )
+
+    def _length(self, inputs: Inputs) -> int:
+        """Return the global sequence length."""
+        return inputs.locals[0].size(inputs.dims[0]) * self.plan.cp_size
+
+    def _hand_over(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: Inputs,
+        view: View,
+        tensors: Sequence[Tensor],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the call with q, k and v as the module is to see them."""
+        wrapped = [self._wrap(x, i, inputs, view) for i, x in enumerate(tensors)]
+        return replace_slots(args, kwargs, inputs.slots, wrapped)
 
     def _agree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Return the checked inputs, or raise what any rank found wrong, on all of them."""
@@ -176,8 +170,9 @@ class CPBoundary(Boundary[_Call]):
             args, kwargs, style=self.style, plan=self.plan, cp_mesh=self.cp_mesh, where=self.where
         )
 
-    def _send(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
+    def _send(self, inputs: Inputs) -> tuple[Tensor, ...]:
         """Trade sequence for heads, then gather what is left of the sequence of k and v."""
+        q, k, v = inputs.locals
         seq_dim, head_dim = inputs.dims
         if self.ulysses_group is not None:
             kv_heads = inputs.table.kv_sent
@@ -224,9 +219,9 @@ class CPBoundary(Boundary[_Call]):
             )
         return from_local(local, mesh, placements, view.partial_grads(placements))
 
-    def _map(self, entry: _Call, output: Any, convert: Any, balanced: bool = False) -> Any:
+    def _map(self, entry: Call, output: Any, convert: Any, balanced: bool = False) -> Any:
         """Convert the declared outputs; the other tensors keep their data."""
-        plain = self.style.use_local_output or entry.layout.is_plain
+        plain = self.style.use_local_output or entry.inputs.layouts[0].is_plain
 
         def other(x: Tensor) -> Tensor:
             if balanced:
@@ -240,27 +235,32 @@ class CPBoundary(Boundary[_Call]):
 
         return map_outputs(output, self.style.outputs, convert, other, self.where)
 
-    def _return(self, entry: _Call, output: Tensor) -> tuple[Tensor, OutputDims]:
-        """Return this rank's sequence shard of ``output``, with its dims."""
+    def _take(self, entry: Call, output: Tensor) -> tuple[Tensor, OutputDims]:
+        """Return this rank's rows and heads of ``output`` as a plain tensor, with its dims."""
+        inputs, view = entry.inputs, entry.view
         dims = output_dims(
             output,
-            view=entry.view,
-            in_dims=entry.dims,
-            foreign=entry.layout.foreign_placements,
+            view=view,
+            in_dims=inputs.dims,
+            foreign=inputs.layouts[0].foreign_placements,
             seq_dim=self.style.output_seq_dim,
             head_dim=self.style.output_head_dim,
-            heads=entry.heads,
+            heads=(view.heads, view.num_heads),
             has_heads=self.plan.ulysses_degree > 1,
-            view_length=entry.length // (2 if self.plan.load_balance else 1),
+            view_length=self._length(inputs) // (2 if self.plan.load_balance else 1),
         )
-        local = dims.take(output, entry.view)
+        return dims.take(output, view), dims
+
+    def _return(self, entry: Call, output: Tensor) -> tuple[Tensor, OutputDims]:
+        """Return this rank's sequence shard of ``output``, with its dims."""
+        local, dims = self._take(entry, output)
         if self.ulysses_group is not None and dims.trades_heads:
             local = head_to_seq(
                 local, self.ulysses_group, seq_dim=dims.seq_dim, head_dim=dims.head_dim
             )
         return local, dims
 
-    def _restore(self, entry: _Call, local: Tensor, dims: OutputDims) -> Tensor:
+    def _restore(self, entry: Call, local: Tensor, dims: OutputDims) -> Tensor:
         if self.style.use_local_output:
             return local
-        return entry.layout.restore(local, dims.seq_dim, dims.foreign)
+        return entry.inputs.layouts[0].restore(local, dims.seq_dim, dims.foreign)
