@@ -6,13 +6,16 @@ Written for torch 2.13; each entry says what it stands for, so that a newer torc
 from __future__ import annotations
 
 import functools
+import inspect
+import types
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
@@ -48,6 +51,42 @@ def push_function_mode(mode: TorchFunctionMode) -> None:
     _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
+# -- functions of torch that are written in Python ------------------------------------------------
+
+_ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+@functools.cache
+def function_body(func: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return ``func`` without its question for overrides: the ops in it are seen one by one.
+
+    A mode is switched off while it handles a call: what ``F.multi_head_attention_forward`` calls
+    would pass unseen. None for what is not such a function of ``torch.nn.functional``.
+    """
+    if not isinstance(func, types.FunctionType) or func.__module__ not in (
+        "torch.nn.functional",
+        "torch.functional",
+    ):
+        return None
+    asked = [name for name in _ASKS if name in func.__code__.co_names]
+    if not asked:
+        return None
+    names = {**func.__globals__, **dict.fromkeys(asked, lambda *_: False)}
+    body = types.FunctionType(
+        func.__code__, names, func.__name__, func.__defaults__, func.__closure__
+    )
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
+
+
+@functools.cache
+def checkpoint_codes() -> tuple[types.CodeType, types.CodeType]:
+    """Return the code of ``torch.utils.checkpoint.checkpoint``, and of its reentrant forward."""
+    from torch.utils.checkpoint import CheckpointFunction, checkpoint
+
+    return inspect.unwrap(checkpoint).__code__, inspect.unwrap(CheckpointFunction.forward).__code__
+
+
 # -- meshes ---------------------------------------------------------------------------------------
 
 
@@ -72,10 +111,94 @@ def from_local(
     placements: Sequence[Placement],
     grad_placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Wrap ``local`` as a DTensor without checks or communication (all shards have one length)."""
-    return DTensor.from_local(
-        local, mesh, list(placements), run_check=False, grad_placements=grad_placements
+    """Wrap ``local`` as a DTensor without checks or communication (all shards have one length).
+
+    Where ``grad_placements`` is ``Partial()``, the gradient becomes this rank's share of the sum,
+    whatever it came as.
+    """
+    if grad_placements is None or not any(p.is_partial() for p in grad_placements):
+        return DTensor.from_local(
+            local, mesh, list(placements), run_check=False, grad_placements=grad_placements
+        )
+    wrapped: DTensor = _FromLocal.apply(  # type: ignore[no-untyped-call]
+        local, mesh, tuple(placements), tuple(grad_placements)
     )
+    return wrapped
+
+
+class _FromLocal(torch.autograd.Function):
+    """``DTensor.from_local``, which has no way from a shard to a partial gradient (2.13)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: Tensor,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+        grad_placements: tuple[Placement, ...],
+    ) -> DTensor:
+        ctx.grad_placements = grad_placements
+        ctx.set_materialize_grads(False)
+        return wrap_detached(local.view_as(local), mesh, placements, local.requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[Tensor | None, None, None, None]:
+        if grad is None:
+            return None, None, None, None
+        return partial_share(grad, ctx.grad_placements), None, None, None
+
+
+def partial_share(grad: DTensor, wanted: Sequence[Placement]) -> Tensor:
+    """Return the local tensor of ``grad`` as ``wanted``, without communication on partial axes.
+
+    Where ``Partial()`` is wanted, any placement is a share of the sum: a partial one as it is, a
+    shard with zeros around it, a replicated one on the first rank and zeros on the others.
+    """
+    mesh = grad.device_mesh
+    target: list[Placement] = []
+    for axis, (present, want) in enumerate(zip(grad.placements, wanted, strict=True)):
+        keeps = want.is_partial() and (
+            present.is_replicate() or present == Partial() or type(present) is Shard
+        )
+        if type(present) is Shard and want.is_partial():
+            # zeros can be put around it only if no later axis cuts its dim again
+            keeps = not any(p.is_shard(present.dim) for p in wanted[axis + 1 :])
+        target.append(present if keeps else Replicate() if want.is_partial() else want)
+    if target != list(grad.placements):
+        grad = grad.redistribute(mesh, target)
+    local = grad._local_tensor
+    whole = [Replicate() if want.is_partial() else want for want in wanted]
+    if any(isinstance(p, Shard) and w.is_replicate() for p, w in zip(target, whole, strict=True)):
+        shape, outer = shard_offset(grad.shape, mesh, whole)
+        _, inner = shard_offset(grad.shape, mesh, target)
+        padded = local.new_zeros(shape)
+        part = padded
+        for dim, (start, base) in enumerate(zip(inner, outer, strict=True)):
+            part = part.narrow(dim, start - base, local.size(dim))
+        part.copy_(local)
+        local = padded
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "backward runs on ranks of the mesh"
+    for axis, (present, want) in enumerate(zip(target, wanted, strict=True)):
+        if want.is_partial() and present.is_replicate() and coordinate[axis] != 0:
+            local = torch.zeros_like(local)
+    return local
+
+
+def without_communication() -> AbstractContextManager[Any]:
+    """Return a context in which DTensor raises instead of moving data between ranks by itself."""
+    from torch.distributed.tensor._utils import ExplicitRedistributionContext
+
+    return ExplicitRedistributionContext()  # type: ignore[no-untyped-call]
+
+
+def lies_elsewhere(tensor: DTensor) -> bool:
+    """Whether ``tensor`` should be a view but holds data of its own, so that writes are lost."""
+    base = tensor._base
+    if not isinstance(base, DTensor):
+        return False
+    mine, its = tensor._local_tensor, base._local_tensor
+    return mine.untyped_storage().data_ptr() != its.untyped_storage().data_ptr()
 
 
 def wrap_detached(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,10 +134,12 @@ def map_outputs(
 def _rebuild(like: Any, keys: Sequence[int | str], values: Sequence[Any]) -> Any:
     kind: Any = type(like)
     if isinstance(like, Mapping):
-        if kind is dict:
-            return dict(zip(keys, values, strict=True))
-        # an ordered dict or a model output: same type, same order
-        return kind(**dict(zip(map(str, keys), values, strict=True)))
+        if not isinstance(like, MutableMapping):
+            return kind(dict(zip(keys, values, strict=True)))
+        filled = copy.copy(like)  # a default factory, fields of a model output that are None, ...
+        for key, value in zip(keys, values, strict=True):
+            filled[key] = value
+        return filled
     if hasattr(like, "_fields"):
         return kind(*values)
     return kind(values)

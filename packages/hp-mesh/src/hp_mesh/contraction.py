@@ -33,6 +33,8 @@ def register_contractions(register: Callable[[Any, Any], None]) -> None:
         register(op, _matmul)
     register(torch.einsum, _einsum)
     register(F.linear, _linear)
+    for norm in (F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm):
+        register(norm, _norm)
 
 
 def _leave(
@@ -41,8 +43,10 @@ def _leave(
     """Run ``func`` as if it had no handler."""
     from hp_mesh.plain import enter_view
 
-    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, DTensor)]
-    if any(view.owns(t) for t in tensors):
+    flat: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        flat.extend(value if isinstance(value, (list, tuple)) else [value])
+    if any(view.owns(t) for t in flat):
         args, kwargs = enter_view(view, func, args, kwargs)
         return view.call_dtensor(func, args, kwargs)
     return func(*args, **kwargs)
@@ -84,32 +88,68 @@ def _einsum(
 ) -> Any:
     parsed = _parse_einsum(args) if not kwargs else None
     if parsed is None or not any(view.owns(t) for t in parsed[0]):
-        operands = [t for t in args[1:] if isinstance(t, Tensor)]
-        if any(view.owns(t) for t in operands):
-            return _leave(view, func, args, kwargs)
-        return func(*args, **kwargs)
+        return _leave(view, func, args, kwargs)
     operands, labels, out = parsed
     equation = f"{','.join(labels)}->{out}"
     result = _contract(view, operands, labels, out, lambda *local: func(equation, *local))
     return _leave(view, func, args, kwargs) if result is None else result
 
 
+def _norm(
+    view: View, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Normalise rows that no axis cuts; DTensor would sum a partial gradient over the ranks."""
+    names = ("input", "normalized_shape", "weight", "bias", "eps")
+    if func in (F.rms_norm, torch.rms_norm):
+        names = ("input", "normalized_shape", "weight", "eps")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    x = given.pop("input")
+    if not view.owns(x):
+        return _leave(view, func, args, kwargs)
+    num_normed = len(given["normalized_shape"])
+    label = string.ascii_uppercase[: x.ndim]
+    affine = [name for name in ("weight", "bias") if given.get(name) is not None]
+    operands = [x, *(given.pop(name) for name in affine)]
+    labels = [label, *[label[x.ndim - num_normed :]] * len(affine)]
+
+    def compute(local: Tensor, *parameters: Tensor) -> Tensor:
+        named = dict(zip(affine, parameters, strict=True))
+        normed: Tensor = func(local, **given, **named)
+        return normed
+
+    whole = label[x.ndim - num_normed :]
+    result = _contract(view, operands, labels, label, compute, whole=whole)
+    return _leave(view, func, args, kwargs) if result is None else result
+
+
 def _parse_einsum(args: Sequence[Any]) -> tuple[list[Tensor], list[str], str] | None:
-    """Split ``einsum("ab,bc->ac", x, y)``; None for forms that are left to DTensor."""
-    if not args or not isinstance(args[0], str) or "..." in args[0]:
+    """Split ``einsum("...b,bc->...c", x, y)``; None for forms that are left to DTensor."""
+    if not args or not isinstance(args[0], str):
         return None
     operands = (
         list(args[1]) if len(args) == 2 and isinstance(args[1], (list, tuple)) else list(args[1:])
     )
     left, arrow, out = args[0].replace(" ", "").partition("->")
     labels = left.split(",")
-    if len(labels) != len(operands) or any(
-        len(label) != t.ndim for label, t in zip(labels, operands, strict=True)
-    ):
+    if len(labels) != len(operands):
+        return None
+    # "..." stands for as many letters as the operand has more dims, lined up from the right
+    free = [c for c in string.ascii_letters if c not in args[0]]
+    spare = [
+        t.ndim - len(label.replace("...", "")) for label, t in zip(labels, operands, strict=True)
+    ]
+    batch = "".join(
+        free[: max([0, *(n for n, e in zip(spare, labels, strict=True) if "..." in e)])]
+    )
+    labels = [
+        label.replace("...", batch[len(batch) - n :])
+        for label, n in zip(labels, spare, strict=True)
+    ]
+    if any(len(label) != t.ndim for label, t in zip(labels, operands, strict=True)):
         return None
     if not arrow:
-        out = "".join(sorted(c for c in set(left) - {","} if left.count(c) == 1))
-    return operands, labels, out
+        out = batch + "".join(sorted(c for c in set(left) - {",", "."} if left.count(c) == 1))
+    return operands, labels, out.replace("...", batch)
 
 
 def _contract(
@@ -118,8 +158,18 @@ def _contract(
     labels: Sequence[str],
     out: str,
     compute: Callable[..., Tensor],
+    whole: str = "",
 ) -> DTensor | None:
-    """Compute ``compute(*local operands)``; None if the shards do not allow it locally."""
+    """Compute ``compute(*local operands)``; None if the shards do not allow it locally.
+
+    Args:
+        view: The active view.
+        operands: Tensors of the op, DTensors or plain.
+        labels: One letter for each dim of each operand.
+        out: Letters of the result.
+        compute: Takes the local operands; linear in each along letters that are summed over.
+        whole: Letters that must not be sharded.
+    """
     mesh = view.mesh
     if any(isinstance(t, DTensor) and not view.owns(t) for t in operands):
         return None
@@ -141,6 +191,8 @@ def _contract(
             return None
         sharded.append(found.pop() if found else None)
     for letter in set(filter(None, sharded)):
+        if letter in whole or any(label.count(letter) > 1 for label in labels):
+            return None
         parts = 1
         for axis, name in enumerate(sharded):
             parts *= mesh.size(axis) if name == letter else 1

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from hp_mesh._torch import local_shard, shard_offset, wrap_detached
+from hp_mesh._torch import from_local, lies_elsewhere
 from hp_mesh.checks import fail
 
 if TYPE_CHECKING:
@@ -30,10 +30,27 @@ if TYPE_CHECKING:
 
 __all__ = ["enter_view", "share_of_replicated"]
 
-_INDEX_OPS = frozenset(
-    {"__getitem__", "index_select", "gather", "take_along_dim", "embedding", "take", "index_copy"}
+_NOT_LINED_UP = frozenset(
+    {
+        *("__getitem__", "index_select", "gather", "take_along_dim", "embedding", "take"),
+        *("index_copy", "index_add", "index_fill", "scatter", "scatter_add", "scatter_reduce"),
+        *(
+            "matmul",
+            "__matmul__",
+            "__rmatmul__",
+            "mm",
+            "bmm",
+            "mv",
+            "dot",
+            "vdot",
+            "inner",
+            "outer",
+        ),
+        *("addmm", "addbmm", "baddbmm", "addmv", "addr", "linear", "bilinear", "einsum", "kron"),
+        *("tensordot", "chain_matmul", "multi_dot", "cdist", "conv1d", "conv2d", "conv3d"),
+    }
 )
-"""Ops whose tensors are not lined up dim by dim."""
+"""Ops whose tensors are not lined up dim by dim from the right."""
 
 
 def enter_view(
@@ -42,13 +59,13 @@ def enter_view(
     """Return the arguments of ``func`` with every plain tensor wrapped on the view's mesh."""
     name = getattr(func, "__name__", "")
     anchor = max((t for t in _flat(args, kwargs) if isinstance(t, DTensor)), key=lambda t: t.ndim)
-    _refuse_writes_to_plain(view, name, args, kwargs)
+    _refuse_lost_writes(view, name, args, kwargs)
 
     def wrap(value: Any) -> Any:
         if isinstance(value, Tensor) and not isinstance(value, DTensor):
             if value.ndim == 0 and not value.requires_grad:
                 return value  # DTensor takes scalars as they are, whatever their device
-            if name in _INDEX_OPS:
+            if name in _NOT_LINED_UP:
                 return share_of_replicated(value, view.mesh, [Replicate()] * view.mesh.ndim, view)
             return _align(view, name, value, anchor)
         if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
@@ -66,20 +83,71 @@ def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     return flat
 
 
-def _refuse_writes_to_plain(
+def _refuse_lost_writes(
     view: View, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """A plain tensor written from a DTensor would gather it and lose its gradient: refuse."""
-    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    """Refuse writes in place that would be lost, or would lose a gradient.
+
+    A plain tensor written from a DTensor would gather it; a slice of a sharded dim is not a view
+    but gathered data, so that what is written there never reaches the tensor it was taken from.
+    """
+    in_place = name == "__setitem__" or (
+        name.endswith("_") and not name.endswith("__") or name in _IN_PLACE_OPERATORS
+    )
     target = args[0] if in_place and args else kwargs.get("out")
-    if isinstance(target, Tensor) and not isinstance(target, DTensor):
+    if not isinstance(target, Tensor):
+        return
+    way_out = (
+        "build the result without writing in place (torch.cat, torch.where), or pass "
+        "use_local_input=True and work on local tensors"
+    )
+    if not isinstance(target, DTensor):
         raise fail(
             view.where,
             f"{name} writes a DTensor into a plain tensor {tuple(target.shape)}; inside the "
             "boundary the target must be a DTensor as well",
-            "build the result without writing in place (torch.cat, torch.where), or pass "
-            "use_local_input=True and work on local tensors",
+            way_out,
         )
+    if lies_elsewhere(target) or (
+        name == "__setitem__" and len(args) > 1 and _cuts_shards(target, args[1])
+    ):
+        raise fail(
+            view.where,
+            f"{name} writes to a part of a DTensor {tuple(target.shape)} along a dim that is cut "
+            f"over ranks ({tuple(target.placements)}); the write would be lost",
+            way_out,
+        )
+
+
+_IN_PLACE_OPERATORS = frozenset(
+    f"__i{name}__"
+    for name in (
+        *("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow"),
+        *("and", "or", "xor", "lshift", "rshift", "matmul"),
+    )
+)
+
+
+def _cuts_shards(tensor: DTensor, index: Any) -> bool:
+    """Whether ``index`` takes only a part of a sharded dim by an integer or a slice."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    taken = sum(
+        part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1
+        for part in parts
+        if part is not None and part is not Ellipsis
+    )
+    dim = 0
+    for part in parts:
+        if part is None:
+            continue
+        if part is Ellipsis:
+            dim += tensor.ndim - taken
+            continue
+        basic = isinstance(part, int) or (isinstance(part, slice) and part != slice(None))
+        if basic and any(p.is_shard(dim) for p in tensor.placements):
+            return True
+        dim += part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1
+    return False
 
 
 def _align(view: View, name: str, plain: Tensor, anchor: DTensor) -> DTensor:
@@ -143,56 +211,4 @@ def share_of_replicated(
     plain: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], view: View
 ) -> DTensor:
     """Wrap ``plain`` on ``mesh``; its gradient is this rank's share on the CP axes."""
-    wrapped: DTensor = _EnterView.apply(  # type: ignore[no-untyped-call]
-        plain, mesh, tuple(placements), view.cp_axes
-    )
-    return wrapped
-
-
-class _EnterView(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        plain: Tensor,
-        mesh: DeviceMesh,
-        placements: tuple[Placement, ...],
-        cp_axes: tuple[int, ...],
-    ) -> DTensor:
-        ctx.placements, ctx.cp_axes, ctx.shape = placements, cp_axes, plain.shape
-        ctx.set_materialize_grads(False)
-        return wrap_detached(plain.view_as(plain), mesh, placements, plain.requires_grad)
-
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor | None) -> tuple[Tensor | None, None, None, None]:
-        if grad is None:
-            return None, None, None, None
-        mesh = grad.device_mesh
-        # what was a shard stays one; on axes that are not CP the whole gradient is wanted
-        target = tuple(
-            forward if isinstance(forward, Shard) or axis not in ctx.cp_axes else present
-            for axis, (forward, present) in enumerate(
-                zip(ctx.placements, grad.placements, strict=True)
-            )
-        )
-        if target != tuple(grad.placements):
-            grad = grad.redistribute(mesh, target)
-        local = local_shard(grad)
-        spread = [
-            present if isinstance(forward, Replicate) else Replicate()
-            for forward, present in zip(ctx.placements, target, strict=True)
-        ]
-        if any(isinstance(p, Shard) for p in spread):
-            _, offset = shard_offset(ctx.shape, mesh, spread)
-            padded = local.new_zeros(ctx.shape)
-            part = padded
-            for dim, start in enumerate(offset):
-                part = part.narrow(dim, start, local.size(dim))
-            part.copy_(local)
-            local = padded
-        coordinate = mesh.get_coordinate()
-        assert coordinate is not None, "backward runs on ranks of the mesh"
-        for axis in ctx.cp_axes:
-            if isinstance(spread[axis], Replicate) and isinstance(ctx.placements[axis], Replicate):
-                # every rank holds the whole gradient: one share of it belongs to the first
-                local = local if coordinate[axis] == 0 else torch.zeros_like(local)
-        return local, None, None, None
+    return from_local(plain, mesh, placements, view.partial_grads(placements))

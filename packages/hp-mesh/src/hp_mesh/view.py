@@ -19,21 +19,26 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
 from hp_mesh._torch import (
+    checkpoint_codes,
+    function_body,
     patch_dtensor_exits,
     push_function_mode,
     remove_function_modes,
+    without_communication,
 )
+from hp_mesh.checks import fail
 from hp_mesh.contraction import register_contractions
 from hp_mesh.plain import enter_view
 from hp_mesh.reshape import register_reshapes
@@ -47,6 +52,14 @@ __all__ = [
     "open_view",
     "register_handler",
 ]
+
+_READS = frozenset(
+    {
+        *("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"),
+        *("__complex__", "is_nonzero", "equal", "allclose"),
+    }
+)
+"""Functions whose result is Python's: a rank must not decide by its own part."""
 
 Handler = Callable[["View", Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 """Runs one op under a view: ``handler(view, op, args, kwargs)``."""
@@ -88,6 +101,8 @@ class View(TorchFunctionMode):
         query_placements: Placements of q on ``mesh``.
         heads: Half-open range of query heads of this rank, of those that its TP rank has.
         num_heads: Number of query heads that its TP rank has.
+        head_group: Which of how many groups of heads this call computes, where the module is called
+            group by group.
         is_local: Whether the module is handed plain local tensors (``use_local_input``).
         is_balanced: Whether q holds head-tail halves, in an order that is not contiguous.
         where: Name of the style, for messages.
@@ -103,6 +118,7 @@ class View(TorchFunctionMode):
     is_local: bool
     is_balanced: bool
     where: str
+    head_group: tuple[int, int] = (0, 1)
     frame: FrameType | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -110,21 +126,43 @@ class View(TorchFunctionMode):
 
     def is_live(self) -> bool:
         """Whether the module call that opened this view is still running on this thread."""
+        return self._frames_since_entry() is not None
+
+    def _frames_since_entry(self) -> set[CodeType] | None:
+        """Return the code between the module call and here; None if the call has ended."""
+        codes: set[CodeType] = set()
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame is self.frame:
-                return True
+                return codes
+            codes.add(frame.f_code)
             frame = frame.f_back
-        return False
+        return None
+
+    def refuse_checkpoint(self) -> None:
+        """Refuse activation checkpointing *inside* the module: it is recomputed without a view."""
+        codes = self._frames_since_entry() or set()
+        checkpoint, reentrant = checkpoint_codes()
+        if reentrant in codes or (checkpoint in codes and torch.is_grad_enabled()):
+            raise fail(
+                self.where,
+                "torch.utils.checkpoint is called inside the boundary, where backward would "
+                "recompute attention without this rank's place in the sequence",
+                "put the checkpoint around the module, or around the whole layer",
+            )
 
     def partial_grads(self, placements: Sequence[Placement]) -> tuple[Placement, ...]:
         """Return ``placements`` with ``Partial()`` where a CP axis is replicated.
 
         The gradient of a tensor that every CP rank reads whole is the sum of what each rank's rows
-        and heads contribute.
+        and heads contribute. The gradient of a sum that is still partial is whole on every rank.
         """
         return tuple(
-            Partial() if axis in self.cp_axes and isinstance(p, Replicate) else p
+            Replicate()
+            if p.is_partial()
+            else Partial()
+            if axis in self.cp_axes and isinstance(p, Replicate)
+            else p
             for axis, p in enumerate(placements)
         )
 
@@ -143,20 +181,63 @@ class View(TorchFunctionMode):
         if not self.is_live():
             return func(*args, **kwargs)
         handler = _handler_of(func)
-        if handler is not None:
-            return handler(self, func, args, kwargs)
-        if not any(self.owns(t) for t in _tensors(args, kwargs)):
+        owned = [t for t in _tensors(args, kwargs) if isinstance(t, DTensor) and self.owns(t)]
+        if handler is None and not owned:
             return func(*args, **kwargs)
-        args, kwargs = enter_view(self, func, args, kwargs)
-        return self.call_dtensor(func, args, kwargs)
+        self.refuse_checkpoint()
+        if handler is not None:
+            result = handler(self, func, args, kwargs)
+        elif (body := function_body(func)) is not None:
+            with self:  # switched off during this call; the ops of the body are to be seen
+                return body(*args, **kwargs)
+        elif getattr(func, "__name__", "") in _READS:
+            return func(*(self._whole(a, func) for a in args), **kwargs)
+        else:
+            args, kwargs = enter_view(self, func, args, kwargs)
+            result = self.call_dtensor(func, args, kwargs)
+        if self.is_balanced:
+            self._check_rows(func, owned, result)
+        return result
+
+    def _whole(self, value: Any, func: Callable[..., Any]) -> Any:
+        """Return the whole tensor of a DTensor that Python is to read: a rank has a part only."""
+        if not self.owns(value) or all(p.is_replicate() for p in value.placements):
+            return value
+        if self.is_balanced:
+            raise self._order_error(func)
+        return value.detach().redistribute(placements=[Replicate()] * self.mesh.ndim).to_local()
+
+    def _check_rows(self, func: Callable[..., Any], owned: Sequence[DTensor], result: Any) -> None:
+        """Refuse what mixes rows under load balance: q holds half of them, in another order."""
+        mixed = {
+            axis
+            for tensor in _tensors([result], {})
+            if isinstance(tensor, DTensor) and self.owns(tensor)
+            for axis in self.cp_axes
+            if not isinstance(tensor.placements[axis], Shard)
+        }
+        if any(isinstance(t.placements[axis], Shard) for t in owned for axis in mixed):
+            raise self._order_error(func)
+
+    def _order_error(self, func: Callable[..., Any]) -> ValueError:
+        return fail(
+            self.where,
+            f"{getattr(func, '__name__', repr(func))} inside the boundary mixes or moves rows of "
+            "q; under load_balance q holds half of the sequence in head-tail order, so that the "
+            "result would be another one than for the whole",
+            "compute it from k, or outside the module, or set load_balance=False",
+        )
 
     def call_dtensor(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Leave ``func`` to DTensor; if it has no rule, say which op, and the way out."""
         try:
-            return func(*args, **kwargs)
+            with without_communication() if self.is_balanced else nullcontext():
+                return func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
+            if "mplicit redistribution" in str(error):
+                raise self._order_error(func) from error
             if not _is_missing_rule(error):
                 raise
             name = getattr(func, "__name__", repr(func))
@@ -252,7 +333,10 @@ def attention_window() -> AttentionWindow | None:
         mask = rows[:, None] >= torch.arange(window.key_length)[None, :]
     """
     view = current_view()
-    return None if view is None else view.window
+    if view is None:
+        return None
+    view.refuse_checkpoint()
+    return view.window
 
 
 def _default_grad_placements(tensor: DTensor, whole: bool) -> Sequence[Placement] | None:
