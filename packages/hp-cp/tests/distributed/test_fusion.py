@@ -17,7 +17,10 @@ from torch.distributed.tensor import DTensor
 from hp_cp import attention_window, init_device_mesh
 from hp_mesh.testing import assert_close, randn, ranks
 
-from ..unit.test_attention_fusion import COMPRESSED, emulate_npu_fusion_attention
+from ..unit.test_attention_fusion import (  # noqa: TID252 - there is no package of tests
+    COMPRESSED,
+    emulate_npu_fusion_attention,
+)
 from ._compare import Case, compare, reference
 from ._cores import heads_first
 
@@ -59,7 +62,7 @@ def define_emulated_operator() -> Any:
     """Register both spellings of the operator for the tests of this file."""
     if hasattr(torch.ops.npu, "npu_fusion_attention"):
         pytest.skip("torch_npu has registered the real operator")
-    library = torch.library.Library("npu", "FRAGMENT")  # noqa: TOR901
+    library = torch.library.Library("npu", "FRAGMENT")
     for version, suffix, star, tokens in ((1, "", "", "tockens"), (2, "_v2", "*, ", "tokens")):
         name = f"npu_fusion_attention{suffix}"
         schema = SCHEMA.format(name=name, star=star, pre=f"pre_{tokens}", next=f"next_{tokens}")

@@ -1,4 +1,4 @@
-"""Load balance: every rank computes its own head and its mirror's tail; order outside is natural."""
+"""Load balance: a rank computes its own head and its mirror's tail; order outside is natural."""
 
 from __future__ import annotations
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hp_cp import make_plan
-from hp_mesh.testing import count_collectives, largest_allocation, peak_memory, ranks
+from hp_mesh.testing import count_collectives, largest_allocation, peak_memory, poison_empty, ranks
 
 from ._compare import EACH, MODES, Case, compare
-from ._cores import Sdpa
+from ._cores import Eager, Sdpa
 
 SHARED = [
     Case(P=4, H=32, HK=8),
@@ -124,6 +124,52 @@ def test_ulysses_holds_at_most_twice_what_it_exchanges(P: int) -> None:
         assert memory.peak <= predicted.peak_extra_bytes + slack
 
     ranks(P).run(on)
+
+
+class Gives(torch.autograd.Function):
+    """Hands back gradients that exist already, so that backward's memory is the boundary's."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.gradients = tuple(x.detach().clone() for x in (q, k, v))
+        return q.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.gradients
+
+
+class GivesGradients(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return Gives.apply(q, k, v)  # type: ignore[no-untyped-call]
+
+
+def test_backward_of_ulysses_holds_at_most_twice_what_it_exchanges() -> None:
+    """The gradients of q, k and v packed and received; the arrived ones are the leaves' own."""
+
+    def on(rank: int) -> None:
+        case = Case(P=2, S=96, H=12, HK=12, D=16, DV=16)
+        local = [case.local(x, rank).clone().requires_grad_() for x in case.qkv()]
+        out = case.style(use_local_input=True).apply(GivesGradients(), case.mesh())(*local)
+        upstream = torch.ones_like(out)
+        exchanged = sum(x.nbytes for x in local)
+        with peak_memory() as memory:
+            out.backward(upstream)
+        assert memory.peak <= 2 * exchanged, (memory.peak, exchanged)
+
+    ranks(2).run(on)
+
+
+@pytest.mark.parametrize("core", [Sdpa, Eager])
+@pytest.mark.parametrize("case", EACH, ids=str)
+def test_no_uninitialised_memory_is_read(case: Case, core: type[nn.Module]) -> None:
+    """Receive buffers filled with NaN before they are used leave no trace."""
+
+    def on(rank: int) -> None:
+        with poison_empty():
+            compare(rank, case, core)
+
+    ranks(case.P).run(on)
 
 
 @pytest.mark.parametrize("case", EACH[1:], ids=str)

@@ -278,3 +278,56 @@ def test_is_causal_needs_no_offset_under_ulysses(case: Case) -> None:
         assert_close(out, case.local(expected, rank))
 
     ranks(case.P).run(on)
+
+
+def _in_place(w: Tensor, S: int) -> Tensor:
+    w.mul_(0.4)
+    w += torch.full((S, S), -1e9, dtype=w.dtype).triu(1)
+    w.masked_fill_(torch.ones(S, S, dtype=torch.bool).triu(1), float("-inf"))
+    return w
+
+
+class InPlace(nn.Module):
+    """Scales, biases and masks the scores in place."""
+
+    def forward(self, q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        return (_in_place(q @ k.mT, k.shape[2]).softmax(-1) @ v).transpose(1, 2)
+
+
+class Grouped(nn.Module):
+    """Gives q a dim of groups instead of repeating k and v."""
+
+    def forward(self, q: Any, k: Any, v: Any) -> Any:
+        B, S, H, D = q.shape
+        groups = H // k.shape[2]
+        q = q.view(B, S, H // groups, groups, D).permute(0, 2, 3, 1, 4)
+        scores = q @ k.permute(0, 2, 3, 1)[:, :, None] * 0.4
+        hidden = torch.ones(k.shape[1], k.shape[1], dtype=torch.bool).triu(1)
+        out = scores.masked_fill(hidden, -1e30).softmax(-1) @ v.transpose(1, 2)[:, :, None]
+        return out.permute(0, 3, 1, 2, 4).reshape(B, S, H, D)
+
+
+class OnePartUsed(nn.Module):
+    """Splits q and k and forgets a part of each."""
+
+    def forward(self, q: Any, k: Any, v: Any) -> Any:
+        q, _ = q.split([4, 2], dim=-1)
+        k = torch.chunk(k, 3, -1)[1]
+        return Eager()(q, torch.cat([k, k], -1), v)
+
+
+class SequenceBySequence(nn.Module):
+    """Attends in a loop over the batch, with k and v in one tensor."""
+
+    def forward(self, q: Any, k: Any, v: Any) -> Any:
+        k, v = torch.stack([k, v])
+        return torch.cat([Sdpa()(q[i, None], k[i, None], v[i, None]) for i in range(len(q))])
+
+
+@pytest.mark.parametrize("core", [InPlace, Grouped, OnePartUsed, SequenceBySequence])
+@pytest.mark.parametrize("case", EACH, ids=str)
+def test_attention_may_be_written_in_other_ways(case: Case, core: type[nn.Module]) -> None:
+    """No form of the same arithmetic costs another collective or loses a gradient."""
+    ranks(case.P).run(compare, case, core)

@@ -1,13 +1,17 @@
-"""Reshapes of keys and values inside the boundary, with a backward that sends nothing.
+"""Reshapes and splits inside the boundary, whose backward DTensor (2.13) gets wrong or sends for.
 
 The gradient of what every CP rank holds whole is partial. Backward of a reshape copies it where its
 strides demand that, and DTensor (2.13) has no rule for the copy of a partial tensor: it all-reduces
 the whole gradient, which the boundary then reduces once more. A local reshape is all that is
 needed: the shards of the result are the reshaped shards of the input.
+
+Backward of a split fills the parts that nobody used with plain zeros, which DTensor refuses to join
+with the others; cut by `narrow`, a part that is not used has no gradient.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["register_reshapes"]
 
-_OPS = (
+_RESHAPES: tuple[Callable[..., Any], ...] = (
     Tensor.view,
     Tensor.reshape,
     Tensor.flatten,
@@ -33,12 +37,15 @@ _OPS = (
     torch.flatten,
     torch.unflatten,
 )
+_SPLITS: tuple[Callable[..., Any], ...] = (Tensor.split, Tensor.chunk, torch.split, torch.chunk)
 
 
 def register_reshapes(register: Callable[[Any, Any], None]) -> None:
     """Register the handlers of this file with `hp_mesh.view.register_handler`."""
-    for op in _OPS:
+    for op in _RESHAPES:
         register(op, _reshape)
+    for op in _SPLITS:
+        register(op, _split)
 
 
 def _reshape(
@@ -56,6 +63,23 @@ def _reshape(
     if shaped.dtype != x.dtype or local_shard(shaped).numel() != local_shard(x).numel():
         return view.call_dtensor(func, args, kwargs)  # view(dtype), or resharded on the way
     return _Reshape.apply(x, shaped)  # type: ignore[no-untyped-call]
+
+
+def _split(
+    view: View, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    x = args[0] if args else None
+    if not isinstance(x, DTensor) or not view.owns(x):
+        return func(*args, **kwargs)
+    dim = kwargs.get("dim", args[2] if len(args) > 2 else 0) % x.ndim
+    if not (x.requires_grad and torch.is_grad_enabled()) or any(
+        p.is_shard(dim) for p in x.placements
+    ):
+        return view.call_dtensor(func, args, kwargs)
+    with torch.no_grad():
+        sizes = [part.size(dim) for part in func(*args, **kwargs)]
+    starts = itertools.accumulate(sizes, initial=0)
+    return tuple(x.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False))
 
 
 class _Reshape(torch.autograd.Function):
