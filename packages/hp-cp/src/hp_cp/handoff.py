@@ -14,8 +14,11 @@ nodes), so its gradient is added to that of any other consumer of ``y``.
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,21 +26,26 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hp_comm import Handle
+from hp_cp.views import Geometry
 from hp_mesh._torch import WeakStorage, local_shard
 
-__all__ = ["Handoff", "Launched", "ViewRecipe", "is_pure_view", "learn_view"]
+__all__ = ["Handoff", "Lane", "Launched", "is_pure_view", "split_output"]
 
 _VIEW_NODES = frozenset(
     name + "Backward" + str(i)
     for name in (
         "Alias",
+        "AsStrided",
+        "Expand",
         "Permute",
         "ReshapeAlias",
+        "Select",
         "Slice",
         "Split",
         "SplitWithSizes",
         "Squeeze",
         "Transpose",
+        "Unbind",
         "Unflatten",
         "UnsafeView",
         "Unsqueeze",
@@ -46,6 +54,9 @@ _VIEW_NODES = frozenset(
     for i in range(3)
 )
 """Autograd nodes of ops that only look at data in another way."""
+
+IN_FLIGHT = 8
+"""Outputs of one projection that may be on their way to the core at a time; older ones are lost."""
 
 
 class Handoff(nn.Module):
@@ -60,120 +71,6 @@ class Handoff(nn.Module):
         return x
 
 
-@dataclass(frozen=True)
-class ViewRecipe:
-    """How the core's argument is a view of what was handed off.
-
-    Attributes:
-        parts: For each dim of ``y``, the sizes it is split into; one part keeps any size.
-        order: For each dim of the argument, which of the parts it is; None for a dim of size 1 that
-            is added.
-    """
-
-    parts: tuple[tuple[int, ...], ...]
-    order: tuple[int | None, ...]
-
-    def apply(self, y: Tensor) -> Tensor | None:
-        """Return the view of ``y``, or None if the sizes do not split as learned."""
-        if y.ndim != len(self.parts):
-            return None
-        shape: list[int] = []
-        for size, parts in zip(y.shape, self.parts, strict=True):
-            if len(parts) == 1:
-                shape.append(size)
-                continue
-            product = 1
-            for factor in parts:
-                product *= factor
-            if product != size:
-                return None
-            shape.extend(parts)
-        kept = [part for part in self.order if part is not None]
-        dropped = [part for part in range(len(shape)) if part not in kept]
-        if any(shape[part] != 1 for part in dropped):
-            return None
-        x = y.view(shape).permute(*kept, *dropped)
-        for _ in dropped:
-            x = x.squeeze(-1)
-        for dim, which in enumerate(self.order):
-            if which is None:
-                x = x.unsqueeze(dim)
-        return x
-
-
-def learn_view(y: Tensor, x: Tensor) -> ViewRecipe | None:
-    """Return how ``x`` (local) is a view of ``y`` (local), or None if it is not a plain one."""
-    if not _same_storage(x, y) or x.storage_offset() != y.storage_offset():
-        return None
-    if x.numel() != y.numel() or y.numel() == 0:
-        return None
-    parts: list[tuple[int, ...]] = []
-    place: dict[int, int] = {}  # dim of x -> index among all parts
-    ones = [dim for dim in range(x.ndim) if x.size(dim) == 1]
-    for size, stride in zip(y.shape, y.stride(), strict=True):
-        first = sum(map(len, parts))
-        if size == 1:
-            parts.append((1,))
-            if ones:
-                place[ones.pop(0)] = first
-            continue
-        inside = sorted(
-            (
-                dim
-                for dim in range(x.ndim)
-                if x.size(dim) > 1 and stride <= x.stride(dim) < stride * size
-            ),
-            key=lambda dim: x.stride(dim),
-            reverse=True,
-        )
-        span = stride * size
-        for dim in inside:
-            span //= x.size(dim)
-            if x.stride(dim) != span:
-                return None
-        if not inside or span != stride:
-            return None
-        parts.append(tuple(x.size(dim) for dim in inside))
-        place.update({dim: first + i for i, dim in enumerate(inside)})
-    if any(x.size(dim) > 1 and dim not in place for dim in range(x.ndim)):
-        return None
-    recipe = ViewRecipe(tuple(parts), tuple(place.get(dim) for dim in range(x.ndim)))
-    replayed = recipe.apply(y)
-    same = replayed is not None and _Geometry.of(replayed).is_same(_Geometry.of(x))
-    return recipe if same else None
-
-
-def _same_storage(x: Tensor, y: Tensor) -> bool:
-    return WeakStorage(y).holds(x)
-
-
-@dataclass(frozen=True)
-class _Geometry:
-    """Which elements of its storage a tensor shows, and how."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, x: Tensor) -> _Geometry:
-        return cls(tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype)
-
-    def is_same(self, other: _Geometry) -> bool:
-        """Whether both show the same elements in the same places (strides of size 1 are free)."""
-        return (
-            self.size == other.size
-            and self.offset == other.offset
-            and self.dtype == other.dtype
-            and all(
-                a == b
-                for n, a, b in zip(self.size, self.stride, other.stride, strict=True)
-                if n > 1
-            )
-        )
-
-
 def _local(x: Tensor) -> Tensor:
     return local_shard(x) if isinstance(x, DTensor) else x
 
@@ -182,7 +79,7 @@ def _version(x: Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
 
-@dataclass
+@dataclass(eq=False)
 class Launched:
     """One output of a handoff module, and the exchange of its view if one was started.
 
@@ -195,32 +92,41 @@ class Launched:
         requires_grad: Whether it had a graph.
         handle: The exchange; None while the view is being learned.
         view: The replayed view that is being exchanged.
+        copy: Its data, while the view is being learned: ``.data`` changes without a new version.
+        reached: Whether it has arrived at the core.
     """
 
     storage: WeakStorage
-    local: _Geometry
+    local: Geometry
     version: int
     grad_fn: Any
-    leaf: Any
+    leaf: Tensor | None
     requires_grad: bool
-    handle: Handle[Tensor] | None
-    view: _Geometry | None
+    handle: Handle[Tensor] | None = None
+    view: Geometry | None = None
+    copy: Tensor | None = None
+    reached: bool = False
 
     @classmethod
     def of(
-        cls, y: Tensor, part: Tensor, handle: Handle[Tensor] | None, view: Tensor | None
+        cls,
+        y: Tensor,
+        part: Tensor,
+        handle: Handle[Tensor] | None = None,
+        view: Tensor | None = None,
     ) -> Launched:
         """Remember output ``y``, of which ``part`` (all of it, or one split) is handed off."""
         local = _local(part)
         return cls(
             storage=WeakStorage(local),
-            local=_Geometry.of(local),
+            local=Geometry.of(local),
             version=_version(local),
             grad_fn=y.grad_fn,
             leaf=y if y.grad_fn is None and y.requires_grad else None,
             requires_grad=y.requires_grad,
             handle=handle,
-            view=None if view is None else _Geometry.of(view),
+            view=None if view is None else Geometry.of(view),
+            copy=local.detach().clone() if handle is None else None,
         )
 
     def is_alive(self) -> bool:
@@ -236,34 +142,55 @@ class Launched:
         of = self.local
         return torch.as_strided(_local(x).detach(), of.size, of.stride, of.offset)
 
+    def is_unchanged(self, x: Tensor) -> bool:
+        """Whether the data in the storage of ``x`` is what it was, as far as it was copied."""
+        if self.copy is None:
+            return True
+        now = self.part_like(x)
+        return bool(((now == self.copy) | (now.ne(now) & self.copy.ne(self.copy))).all())
+
     def matches(self, x: Tensor) -> bool:
         """Whether ``x`` is exactly the view that is being exchanged, unchanged since."""
         return (
             self.view is not None
-            and self.view.is_same(_Geometry.of(_local(x)))
+            and self.view.is_same(Geometry.of(_local(x)))
             and is_pure_view(x, self)
         )
 
-    def leads_to(self, x: Tensor) -> bool:
-        """Whether nothing but views lies between this output and ``x``, in data and graph."""
-        return is_pure_view(x, self)
-
     def drop(self) -> None:
-        """Finish work whose result nobody wants."""
-        if self.handle is not None:
-            self.handle.wait()
-            self.handle = None
+        """Finish work whose result nobody wants, and let go of the graph."""
+        handle, self.handle = self.handle, None
+        self.grad_fn = self.leaf = self.copy = None
+        if handle is not None:
+            with torch.no_grad():
+                handle.wait()
+
+    def __del__(self) -> None:
+        if self.handle is not None and not sys.is_finalizing():
+            # a model that is thrown away; its peers have sent their part
+            with contextlib.suppress(Exception):
+                self.drop()
 
 
 def is_pure_view(x: Tensor, source: Launched) -> bool:
-    """Whether nothing but views lies between ``source`` and ``x``, in data and in the graph."""
+    """Whether nothing but views lies between ``source`` and ``x``, in data and in the graph.
+
+    The gradient of launched work goes from the core to ``source`` past ``x``: hooks on ``x``
+    would not run, so ``x`` must have none.
+    """
     local = _local(x)
     if _version(local) != source.version or local.dtype != source.local.dtype:
         return False
-    if not torch.is_grad_enabled() or not source.requires_grad:
+    if not torch.is_grad_enabled():
         return True
-    if not x.requires_grad or x._backward_hooks or x.retains_grad:
+    if x.requires_grad != source.requires_grad:
         return False
+    if not x.requires_grad:
+        return True
+    if x is source.leaf:
+        return True
+    if x._backward_hooks or x.retains_grad:
+        return x.grad_fn is source.grad_fn
     node: Any = x.grad_fn
     while node is not None and node is not source.grad_fn:
         if getattr(node, "variable", None) is not None:
@@ -271,20 +198,74 @@ def is_pure_view(x: Tensor, source: Launched) -> bool:
         if node.name() not in _VIEW_NODES or len(node.next_functions) != 1:
             return False
         node = node.next_functions[0][0]
-    return node is not None or x is source.leaf
+    return node is not None
+
+
+@dataclass(eq=False)
+class Lane:
+    """Outputs of one projection on their way to the core: in one thread, forward or recomputed.
+
+    What is given up and when follows from the order of calls alone, which is the same on all
+    ranks, and never from when memory is freed.
+
+    Attributes:
+        items: Those that have not reached the core, oldest first.
+        sent: The latest that were launched, arrived or not.
+        closed: Whether nothing is launched here any more.
+    """
+
+    items: list[Launched] = field(default_factory=list)
+    sent: deque[Launched] = field(default_factory=lambda: deque(maxlen=2 * IN_FLIGHT))
+    closed: bool = False
+
+    def add(self, item: Launched) -> None:
+        """Take in the newest output."""
+        self.items.append(item)
+        if item.handle is not None:
+            self.sent.append(item)
+
+    def tidy(self) -> None:
+        """Finish the work of outputs that nobody holds any more, and of those long overdue."""
+        young = self.items[1 - IN_FLIGHT :]
+        for item in [item for item in self.items if item not in young or not item.is_alive()]:
+            self.items.remove(item)
+            item.drop()
+
+    def is_wasteful(self) -> bool:
+        """Whether what was launched has failed to reach the core more than once."""
+        overdue = list(self.sent)[: 1 - IN_FLIGHT]
+        return sum(not item.reached for item in overdue) > 1
+
+    def expects(self) -> bool:
+        """Whether something was launched lately that has not arrived."""
+        return any(not item.reached for item in list(self.sent)[-IN_FLIGHT:])
+
+    def find(self, x: Tensor) -> Launched | None:
+        """Return the output that ``x`` lives in; of several in one buffer, the one it matches."""
+        found = [item for item in self.items if not item.reached and item.is_source_of(x)]
+        return next((item for item in found if item.matches(x)), found[-1] if found else None)
+
+    def drop_all(self) -> None:
+        """Finish everything."""
+        while self.items:
+            self.items.pop().drop()
 
 
 def split_output(
     output: Any, sizes: Sequence[int] | None, index: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Return ``(y, part)`` of a handoff module's output, or None if it is not a tensor."""
-    if isinstance(output, (tuple, list)) and len(output) == 1:
-        output = output[0]
+    """Return ``(y, part)`` of what a handoff module returned, or None if that is not one tensor.
+
+    Linear layers that return ``(output, bias)`` do so with None for the bias that was added.
+    """
+    if isinstance(output, (tuple, list)):
+        tensors = [x for x in output if isinstance(x, Tensor)]
+        output = tensors[0] if len(tensors) == 1 else None
     if not isinstance(output, Tensor):
         return None
     if sizes is None:
         return output, output
-    if output.size(-1) != sum(sizes):
+    if isinstance(output, DTensor) or output.size(-1) != sum(sizes):
         return None
     parts: tuple[Tensor, ...] = torch.split(output, list(sizes), dim=-1)
     return output, parts[index]

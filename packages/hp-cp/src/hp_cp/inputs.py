@@ -19,15 +19,20 @@ from hp_mesh.placement import TensorLayout, read_layout
 if TYPE_CHECKING:
     from hp_cp.style import ContextParallel
 
-__all__ = ["LABELS", "Inputs", "advise", "read_inputs"]
+__all__ = ["LABELS", "LENGTH", "Inputs", "advise", "read_inputs"]
 
 LABELS = ("q", "k", "v")
-_LENGTH = "local sequence length"
+LENGTH = "local sequence length"
 
 
 @dataclass
 class Inputs:
-    """q, k and v of one call, checked on this rank."""
+    """q, k and v of one call, checked on this rank.
+
+    Attributes:
+        claimed: Under `AsyncContextParallel`, the exchanges that run already, by name.
+        handoffs: How it stands with each handoff, in a word.
+    """
 
     slots: list[Slot]
     tensors: list[Tensor]
@@ -38,12 +43,14 @@ class Inputs:
     num_heads: int
     num_kv_heads: int
     claimed: dict[str, Handle[Tensor]] = field(default_factory=dict)
+    handoffs: dict[str, str] = field(default_factory=dict)
 
     def signature(self) -> dict[str, object]:
         """Return what must be the same on every CP rank, by the name to show."""
         seq_dim, _ = self.dims
-        signature: dict[str, object] = {_LENGTH: self.locals[0].size(seq_dim)}
-        signature["sent ahead"] = sorted(self.claimed)
+        signature: dict[str, object] = {LENGTH: self.locals[0].size(seq_dim)}
+        if self.handoffs:
+            signature["handoffs"] = self.handoffs
         for name, x, layout in zip(LABELS, self.locals, self.layouts, strict=True):
             shape = [n for dim, n in enumerate(x.shape) if dim != seq_dim]
             signature[f"shape of {name} without its sequence dim"] = shape
@@ -137,7 +144,7 @@ def read_inputs(
 
 def advise(plan: Plan, differing: Mapping[str, Sequence[str]]) -> str:
     """Name the way out of what the ranks disagree about: unequal shards need padding."""
-    lengths = differing.get(_LENGTH, ())
+    lengths = differing.get(LENGTH, ())
     if not lengths or not all(length.isdigit() for length in lengths):
         return ""  # alike, or some ranks are in another call
     total = sum(map(int, lengths))

@@ -87,6 +87,14 @@ def checkpoint_codes() -> tuple[types.CodeType, types.CodeType]:
     return inspect.unwrap(checkpoint).__code__, inspect.unwrap(CheckpointFunction.forward).__code__
 
 
+# -- autograd -------------------------------------------------------------------------------------
+
+
+def in_backward() -> bool:
+    """Whether autograd runs in this thread: a forward pass seen there is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 # -- meshes ---------------------------------------------------------------------------------------
 
 
@@ -189,7 +197,7 @@ def without_communication() -> AbstractContextManager[Any]:
     """Return a context in which DTensor raises instead of moving data between ranks by itself."""
     from torch.distributed.tensor._utils import ExplicitRedistributionContext
 
-    return ExplicitRedistributionContext()  # type: ignore[no-untyped-call]
+    return ExplicitRedistributionContext()
 
 
 def lies_elsewhere(tensor: DTensor) -> bool:
