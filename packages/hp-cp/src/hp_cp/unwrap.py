@@ -30,8 +30,18 @@ __all__ = [
 
 
 def on_mesh(view: View, tensor: Tensor) -> DTensor:
-    """Return ``tensor`` as a DTensor of the view; a plain one is the same on all ranks."""
+    """Return ``tensor`` as a DTensor of the view; a plain one is the same on all ranks.
+
+    Sums that are still partial, shards of the head size and strided shards are made whole: softmax
+    of a part is not a part of softmax.
+    """
     if isinstance(tensor, DTensor):
+        placements = [
+            p if type(p) is Shard and p.dim < tensor.ndim - 1 else Replicate()
+            for p in tensor.placements
+        ]
+        if placements != list(tensor.placements):
+            tensor = tensor.redistribute(view.mesh, placements)
         return tensor
     return share_of_replicated(tensor, view.mesh, [Replicate()] * view.mesh.ndim, view)
 
@@ -116,6 +126,9 @@ def local_mask(view: View, mask: Tensor | None, q: DTensor, head_dim: int | None
     if mask is None or mask.ndim < 3 or head_dim is None:
         return mask
     size = q.size(head_dim)
+    group, groups = view.head_group
+    if groups > 1 and mask.size(-3) == groups * size:
+        mask = mask.narrow(-3, group * size, size)
     foreign = [Replicate() if axis in view.cp_axes else p for axis, p in enumerate(q.placements)]
     start, stop = shard_range(view.mesh, foreign, head_dim, size)
     if mask.size(-3) == stop - start and stop - start != size:

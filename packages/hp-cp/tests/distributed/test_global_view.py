@@ -288,7 +288,7 @@ class Projected(nn.Module):
 
 
 class ToLocal(nn.Module):
-    """Calls to_local itself after a transpose, mixes it with DTensor ops, returns a plain tensor."""
+    """Calls to_local itself after a transpose, mixes it with DTensor ops, returns a plain one."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (repeat_kv(x, q.shape[1] // k.shape[1]) for x in (k, v))
@@ -329,7 +329,10 @@ def check(
 ) -> None:
     """Compare output, input gradients, and parameter gradients summed over ranks; and traffic."""
     seq = 2 if layout == "BNSD" else 1
-    shape = lambda heads: (B, heads, length, D) if seq == 2 else (B, length, heads, D)
+
+    def shape(heads: int) -> tuple[int, ...]:
+        return (B, heads, length, D) if seq == 2 else (B, length, heads, D)
+
     q, k, v = (randn(*shape(h), seed=i, requires_grad=True) for i, h in enumerate((H, kv, kv)))
     grad = randn(*shape(H), seed=3)
     expected = core(q, k, v)

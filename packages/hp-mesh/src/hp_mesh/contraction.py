@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from hp_mesh._torch import from_local
-from hp_mesh.plain import share_of_replicated
+from hp_mesh.plain import cut_balanced, share_of_replicated
 
 if TYPE_CHECKING:
     from hp_mesh.view import View
@@ -99,7 +99,7 @@ def _norm(
     view: View, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Normalise rows that no axis cuts; DTensor would sum a partial gradient over the ranks."""
-    names = ("input", "normalized_shape", "weight", "bias", "eps")
+    names: tuple[str, ...] = ("input", "normalized_shape", "weight", "bias", "eps")
     if func in (F.rms_norm, torch.rms_norm):
         names = ("input", "normalized_shape", "weight", "eps")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -138,9 +138,8 @@ def _parse_einsum(args: Sequence[Any]) -> tuple[list[Tensor], list[str], str] | 
     spare = [
         t.ndim - len(label.replace("...", "")) for label, t in zip(labels, operands, strict=True)
     ]
-    batch = "".join(
-        free[: max([0, *(n for n, e in zip(spare, labels, strict=True) if "..." in e)])]
-    )
+    longest = max([0, *(n for n, label in zip(spare, labels, strict=True) if "..." in label)])
+    batch = "".join(free[:longest])
     labels = [
         label.replace("...", batch[len(batch) - n :])
         for label, n in zip(labels, spare, strict=True)
@@ -191,6 +190,11 @@ def _contract(
             return None
         sharded.append(found.pop() if found else None)
     for letter in set(filter(None, sharded)):
+        sizes[letter] = max(
+            t.size(label.index(letter))
+            for t, label in zip(operands, labels, strict=True)
+            if isinstance(t, DTensor) and any(p.is_shard(label.find(letter)) for p in t.placements)
+        )
         if letter in whole or any(label.count(letter) > 1 for label in labels):
             return None
         parts = 1
@@ -243,6 +247,9 @@ def _operand(
         dim = label.index(name)
         if tensor.size(dim) == 1 and sizes[name] > 1:
             continue  # broadcast along the sharded label
+        if view.is_balanced and any(axis in view.cp_axes for axis in axes):
+            local, _ = cut_balanced(view, "a contraction", local, dim, sizes[name])
+            continue
         if [a for a, n in enumerate(sharded) if n == name] != axes:
             return None  # cut on some of the axes of this label only
         index, parts = 0, 1

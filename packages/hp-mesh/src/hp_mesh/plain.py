@@ -28,7 +28,7 @@ from hp_mesh.checks import fail
 if TYPE_CHECKING:
     from hp_mesh.view import View
 
-__all__ = ["enter_view", "share_of_replicated"]
+__all__ = ["cut_balanced", "enter_view", "share_of_replicated"]
 
 _NOT_LINED_UP = frozenset(
     {
@@ -58,7 +58,10 @@ def enter_view(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments of ``func`` with every plain tensor wrapped on the view's mesh."""
     name = getattr(func, "__name__", "")
-    anchor = max((t for t in _flat(args, kwargs) if isinstance(t, DTensor)), key=lambda t: t.ndim)
+    anchor = max(
+        (t for t in _flat(args, kwargs) if isinstance(t, DTensor)),
+        key=lambda t: (t.ndim, any(p.is_shard() for p in t.placements)),
+    )
     _refuse_lost_writes(view, name, args, kwargs)
 
     def wrap(value: Any) -> Any:
@@ -68,6 +71,8 @@ def enter_view(
             if name in _NOT_LINED_UP:
                 return share_of_replicated(value, view.mesh, [Replicate()] * view.mesh.ndim, view)
             return _align(view, name, value, anchor)
+        if view.is_balanced and view.owns(value) and name not in _NOT_LINED_UP:
+            return _align_balanced(view, name, value, anchor)
         if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
             items = [wrap(v) for v in value]
             return items if isinstance(value, list) else tuple(items)
@@ -92,7 +97,7 @@ def _refuse_lost_writes(
     but gathered data, so that what is written there never reaches the tensor it was taken from.
     """
     in_place = name == "__setitem__" or (
-        name.endswith("_") and not name.endswith("__") or name in _IN_PLACE_OPERATORS
+        (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
     )
     target = args[0] if in_place and args else kwargs.get("out")
     if not isinstance(target, Tensor):
@@ -162,7 +167,7 @@ def _align(view: View, name: str, plain: Tensor, anchor: DTensor) -> DTensor:
         size, whole = plain.size(dim), anchor.size(beside)
         on_cp = any(axis in view.cp_axes for axis in axes)
         if view.is_balanced and on_cp and size != 1:
-            plain, cut = _cut_balanced(view, name, plain, dim, whole)
+            plain, cut = cut_balanced(view, name, plain, dim, whole)
             chosen = axes if cut else []
         elif size in (1, whole):
             chosen = []
@@ -181,9 +186,24 @@ def _align(view: View, name: str, plain: Tensor, anchor: DTensor) -> DTensor:
     return share_of_replicated(plain, view.mesh, placements, view)
 
 
-def _cut_balanced(
-    view: View, name: str, plain: Tensor, dim: int, whole: int
-) -> tuple[Tensor, bool]:
+def _align_balanced(view: View, name: str, tensor: DTensor, anchor: DTensor) -> DTensor:
+    """Cut what was computed from k alone (a mask) where it lines up with a head-tail half of q."""
+    placements = list(tensor.placements)
+    for axis in view.cp_axes:
+        of_anchor = anchor.placements[axis]
+        if not isinstance(of_anchor, Shard) or not placements[axis].is_replicate():
+            continue
+        dim = of_anchor.dim + tensor.ndim - anchor.ndim
+        if dim < 0 or tensor.size(dim) == 1:
+            continue
+        local = tensor.to_local(grad_placements=view.partial_grads(placements))
+        local, _ = cut_balanced(view, name, local, dim, anchor.size(of_anchor.dim))
+        placements[axis] = Shard(dim)
+        tensor = from_local(local, view.mesh, placements, view.partial_grads(placements))
+    return tensor
+
+
+def cut_balanced(view: View, name: str, plain: Tensor, dim: int, whole: int) -> tuple[Tensor, bool]:
     """Cut a dim that lines up with the rows of a head-tail half of q."""
     window, size = view.window, plain.size(dim)
     if size == window.global_length:

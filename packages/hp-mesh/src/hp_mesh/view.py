@@ -216,6 +216,9 @@ class View(TorchFunctionMode):
             for axis in self.cp_axes
             if not isinstance(tensor.placements[axis], Shard)
         }
+        name = getattr(func, "__name__", "")
+        if name.startswith("new_") and result.numel() == 1:
+            return  # a constant: takes dtype and device only
         if any(isinstance(t.placements[axis], Shard) for t in owned for axis in mixed):
             raise self._order_error(func)
 
@@ -232,6 +235,14 @@ class View(TorchFunctionMode):
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Leave ``func`` to DTensor; if it has no rule, say which op, and the way out."""
+        name = getattr(func, "__name__", repr(func))
+        if name.startswith("conv") and any(
+            isinstance(p, Shard) and p.dim >= 2 for t in args[:1] for p in t.placements
+        ):  # DTensor (2.13) leaves out the neighbours' rows
+            raise RuntimeError(
+                f"{self.where}: {name} inside the boundary must not run over a dim that is cut "
+                f"over ranks ({_describe(args[0])}); apply it outside the module, or use Ulysses"
+            )
         try:
             with without_communication() if self.is_balanced else nullcontext():
                 return func(*args, **kwargs)
@@ -240,7 +251,6 @@ class View(TorchFunctionMode):
                 raise self._order_error(func) from error
             if not _is_missing_rule(error):
                 raise
-            name = getattr(func, "__name__", repr(func))
             raise RuntimeError(
                 f"{self.where}: {name} inside the boundary has no DTensor rule for "
                 f"{[_describe(t) for t in _tensors(args, kwargs)]}; pass use_local_input=True, "
