@@ -5,8 +5,9 @@ Names are resolved when they are first used, so ``import hp_comm`` needs neither
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hp_mesh.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hp_comm.agreement import preflight
@@ -30,27 +31,20 @@ __all__ = [
     "unshard_sequence",
 ]
 
-_HOMES = {
-    "Handle": "handle",
-    "Traffic": "counters",
-    "TrafficRecord": "counters",
-    "count_tokens": "sequence",
-    "exchange_head_tail": "collectives",
-    "gather_seq": "collectives",
-    "global_loss": "sequence",
-    "head_to_seq": "collectives",
-    "preflight": "agreement",
-    "seq_to_head": "collectives",
-    "traffic": "counters",
-    "unshard_sequence": "sequence",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"hp_comm.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "Handle": "hp_comm.handle",
+        "Traffic": "hp_comm.counters",
+        "TrafficRecord": "hp_comm.counters",
+        "count_tokens": "hp_comm.sequence",
+        "exchange_head_tail": "hp_comm.collectives",
+        "gather_seq": "hp_comm.collectives",
+        "global_loss": "hp_comm.sequence",
+        "head_to_seq": "hp_comm.collectives",
+        "preflight": "hp_comm.agreement",
+        "seq_to_head": "hp_comm.collectives",
+        "traffic": "hp_comm.counters",
+        "unshard_sequence": "hp_comm.sequence",
+    },
+)

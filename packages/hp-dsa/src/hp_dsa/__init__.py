@@ -6,8 +6,9 @@ written against it keeps its imports when the styles arrive; asking for a style 
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from hp_mesh.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hp_mesh import flatten_mesh, init_device_mesh, parallelize_module
@@ -26,16 +27,20 @@ _LATER = frozenset(
 )
 
 
+_resolve, __dir__ = lazy_names(
+    __name__,
+    {
+        "flatten_mesh": "hp_mesh.mesh",
+        "init_device_mesh": "hp_mesh.mesh",
+        "parallelize_module": "hp_mesh.parallelize",
+    },
+)
+
+
 def __getattr__(name: str) -> object:
-    if name in __all__:
-        return getattr(importlib.import_module("hp_mesh"), name)
     if name in _LATER:
         raise AttributeError(
             f"hp_dsa: {name} is not in this version; "
             "for ordinary attention use hp_cp.ContextParallel"
         )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+    return _resolve(name)

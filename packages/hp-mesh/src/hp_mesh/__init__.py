@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hp_mesh.sequence import (
         join_sequence,
         local_cu_seqlens,
+        multiple_for,
         next_token_labels,
         pad_sequence,
         position_ids,
@@ -36,6 +37,7 @@ __all__ = [
     "join_sequence",
     "layout",
     "local_cu_seqlens",
+    "multiple_for",
     "next_token_labels",
     "pad_sequence",
     "parallelize_module",
@@ -58,6 +60,7 @@ __getattr__, __dir__ = lazy_names(
         "join_sequence": "hp_mesh.sequence",
         "layout": "hp_mesh.layout",
         "local_cu_seqlens": "hp_mesh.sequence",
+        "multiple_for": "hp_mesh.sequence",
         "next_token_labels": "hp_mesh.sequence",
         "pad_sequence": "hp_mesh.sequence",
         "parallelize_module": "hp_mesh.parallelize",

@@ -66,7 +66,7 @@ def cli() -> None:
 @click.option("--causal/--no-causal", default=None, help="[default: the model's]")
 @click.option("--dense-mask", is_flag=True, help="The attention kernel computes masked blocks too.")
 @click.option("--handoffs", is_flag=True,
-              help="The model marks where q, k, v are final (hp_cp.Handoff): async joins.")  # fmt: skip
+              help="The model marks where q, k, v are final with hp_cp.Handoff.")  # fmt: skip
 @click.option("--recompute", default="auto", show_default=True,
               type=click.Choice(["auto", "on", "off"]),
               help="Activation checkpointing; auto only if nothing fits without.")  # fmt: skip

@@ -6,8 +6,9 @@ wraps what they return. Names are resolved on first use, so that importing one c
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from hp_mesh.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hp_cp.attention.fusion import rewrite_fusion_attention
@@ -24,22 +25,13 @@ __all__ = [
     "window_sdpa",
 ]
 
-_HOMES = {
-    "cut_mask": "masks",
-    "dropout_seed": "rng",
-    "rewrite_fusion_attention": "fusion",
-    "tiled_attention": "tiled",
-    "window_sdpa": "sdpa",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "cut_mask": "hp_cp.attention.masks",
+        "dropout_seed": "hp_cp.attention.rng",
+        "rewrite_fusion_attention": "hp_cp.attention.fusion",
+        "tiled_attention": "hp_cp.attention.tiled",
+        "window_sdpa": "hp_cp.attention.sdpa",
+    },
+)

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.bias import causal_lower_right
 
 from hp_cp.attention import _flash_cpu, _npu, rng
 from hp_cp.attention.inputs import prepare
@@ -117,6 +116,9 @@ def _fused(
         return _npu.causal_attention(q, k, v, scale, dropout_p)
     bias: Any = mask
     if path == "lower_right":
+        # here and not above: importing it loads torch's compiler, in every process
+        from torch.nn.attention.bias import causal_lower_right
+
         bias, is_causal = causal_lower_right(q.shape[2], k.shape[2]), False
     return F.scaled_dot_product_attention(
         q, k, v, bias, dropout_p, is_causal, scale=scale, enable_gqa=_is_gqa(q, k)

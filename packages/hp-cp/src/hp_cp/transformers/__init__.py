@@ -18,8 +18,9 @@ names below is first used.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from hp_mesh.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hp_cp.transformers.call import GlobalCall
@@ -37,21 +38,22 @@ __all__ = [
     "remove_core_attention",
 ]
 
-_HOME = {
-    "CoreAttention": "core",
-    "GlobalCall": "call",
-    "GlobalCausalLoss": "loss",
-    "MaskDescription": "masks",
-    "add_core_attention": "prepare",
-    "remove_core_attention": "prepare",
-}
+_resolve, __dir__ = lazy_names(
+    __name__,
+    {
+        "CoreAttention": "hp_cp.transformers.core",
+        "GlobalCall": "hp_cp.transformers.call",
+        "GlobalCausalLoss": "hp_cp.transformers.loss",
+        "MaskDescription": "hp_cp.transformers.masks",
+        "add_core_attention": "hp_cp.transformers.prepare",
+        "remove_core_attention": "hp_cp.transformers.prepare",
+    },
+)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        module = importlib.import_module(f"{__name__}.{_HOME[name]}")
+        return _resolve(name)
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
@@ -60,8 +62,3 @@ def __getattr__(name: str) -> Any:
             'pip install "hp-cp[transformers]"',
             name="transformers",
         ) from error
-    return getattr(module, name)
-
-
-def __dir__() -> list[str]:
-    return __all__
