@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +108,7 @@ class CPBoundary(Boundary[Call]):
             own_tail = exchange_head_tail(tail, self.group)
             return self._restore(entry, torch.cat([head, own_tail], dim=dims.seq_dim), dims)
 
-        return self._map(entry, second, join, balanced=True)
+        return self._map(entry, second, join, several="load_balance")
 
     def _view(self, inputs: Inputs) -> View:
         """Describe what the first call of the module computes on this rank."""
@@ -185,9 +185,9 @@ class CPBoundary(Boundary[Call]):
             )
         if self.colossal_group is not None:
             k, v = gather_seq((k, v), self.colossal_group, seq_dim=seq_dim)
-        return self._expand(q, k, v, inputs)
+        return self.expand(q, k, v, inputs)
 
-    def _expand(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
+    def expand(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
         """Give each query head a KV head of its own where they do not share them evenly."""
         _, head_dim = inputs.dims
         if inputs.table.kv_expand is not None:
@@ -219,17 +219,26 @@ class CPBoundary(Boundary[Call]):
             )
         return from_local(local, mesh, placements, view.partial_grads(placements))
 
-    def _map(self, entry: Call, output: Any, convert: Any, balanced: bool = False) -> Any:
-        """Convert the declared outputs; the other tensors keep their data."""
+    def _map(
+        self,
+        entry: Call,
+        output: Any,
+        convert: Callable[[Tensor], Any],
+        several: str | None = None,
+    ) -> Any:
+        """Convert the declared outputs; the other tensors keep their data.
+
+        ``several`` is the option that calls the module more than once: each call returns a part of
+        every output, so there must be no other tensors.
+        """
         plain = self.style.use_local_output or entry.inputs.layouts[0].is_plain
 
         def other(x: Tensor) -> Tensor:
-            if balanced:
+            if several is not None:
                 raise TypeError(
-                    f"{self.where}: under load_balance the module is called twice, and output "
-                    f"{list(x.shape)} must be joined like the first; name all tensor outputs that "
-                    "have the sequence in the same dim with outputs=, or return the attention "
-                    "output only"
+                    f"{self.where}: with {several} the module is called several times, and output "
+                    f"{list(x.shape)} must be joined like the first; name all tensor outputs of "
+                    "the same dims with outputs=, or return the attention output only"
                 )
             return x.to_local() if plain and isinstance(x, DTensor) else x
 

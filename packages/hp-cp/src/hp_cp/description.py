@@ -94,8 +94,12 @@ def describe(
     element_size: int,
     rank: int,
     overlap: bool,
+    repeat: int = 1,
 ) -> Description:
-    """Return the description of ``plan`` for one rank; sizes as in `Plan.describe`."""
+    """Return the description of ``plan`` for one rank; sizes as in `Plan.describe`.
+
+    Heads are those of one group, of which there are ``repeat``.
+    """
     u, c = plan.ulysses_degree, plan.colossal_degree
     co, ds = plan.coordinates(rank)
     token = batch * local_length * element_size  # one feature of this rank's tokens
@@ -117,9 +121,8 @@ def describe(
     rows: list[Collective] = []
 
     def add(phase: Phase, kind: str, axis: str, names: str, volume: Mapping[str, int]) -> None:
-        rows.append(
-            Collective(phase, kind, axis, 1, names, sum(volume[n] for n in names.split(",")))
-        )
+        volume_sent = repeat * sum(volume[n] for n in names.split(","))
+        rows.append(Collective(phase, kind, axis, repeat, names, volume_sent))
 
     exchanged = ("q", "k", "v") if overlap else ("q,k,v",)
     swaps = plan.load_balance and mirror_rank(rank, plan.cp_size) != rank
@@ -163,5 +166,5 @@ def describe(
         },
         collectives=tuple(rows),
         peak_extra_bytes=max(exchange if u > 1 else 0, gather if c > 1 else 0),
-        resident_kv_bytes=resident,
+        resident_kv_bytes=resident,  # of the group at work
     )

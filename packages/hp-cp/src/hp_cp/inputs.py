@@ -91,7 +91,7 @@ def read_inputs(
         f"q, k and v with {[x.ndim for x in tensors]} dims must have one number of dims",
         "check qkv_indices and qkv_kwarg_names",
     )
-    needs_heads = plan.ulysses_degree > 1
+    needs_heads = plan.ulysses_degree > 1 or style.head_groups > 1
     seq_dim, head_dim = resolve_dims(
         where, ndim, style.seq_dim, style.head_dim, needs_heads=needs_heads
     )

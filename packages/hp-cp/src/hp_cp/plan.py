@@ -193,6 +193,43 @@ class Plan:
             kv_expand=None if shared_evenly else index,
         )
 
+    def check_head_groups(
+        self,
+        head_groups: int,
+        num_heads: int,
+        num_kv_heads: int,
+        *,
+        where: str = "AsyncContextParallel",
+    ) -> None:
+        """Refuse a number of head groups that would part a query head from its KV head.
+
+        Each group must hold whole runs of query heads with their KV heads, and as many query heads
+        on each Ulysses rank.
+        """
+        require_positive(where, "head_groups", head_groups)
+        unit, u = head_groups * self.ulysses_degree, self.ulysses_degree
+        good = [
+            h
+            for h in divisors(num_kv_heads)
+            if num_heads % (h * u) == 0 and num_heads % num_kv_heads == 0
+        ]
+        way_out = f"use head_groups={' or '.join(map(str, good))}" if good else "use head_groups=1"
+        require(
+            num_heads % unit == 0,
+            where,
+            f"num_heads ({num_heads}) must be divisible by head_groups * ulysses_degree "
+            f"({head_groups} * {u})",
+            way_out,
+        )
+        require(
+            num_kv_heads % head_groups == 0 and num_heads % num_kv_heads == 0,
+            where,
+            f"num_kv_heads ({num_kv_heads}) of k, v must be divisible by head_groups "
+            f"({head_groups}) and divide num_heads ({num_heads}), so that no group parts query "
+            "heads from their KV head",
+            way_out,
+        )
+
     def valid_degrees(self, num_heads: int) -> list[int]:
         """Return the Ulysses degrees that ``num_heads`` query heads allow on this many ranks."""
         return [u for u in divisors(self.cp_size) if num_heads % u == 0]
@@ -209,6 +246,7 @@ class Plan:
         element_size: int = 2,
         rank: int = 0,
         overlap: bool = False,
+        head_groups: int = 1,
     ) -> Description:
         """Return the collectives and bytes of one forward and backward on ``rank``.
 
@@ -222,10 +260,15 @@ class Plan:
             element_size: Bytes of one element of q, k and v (one dtype).
             rank: CP rank; bytes differ between ranks where KV heads are shared unevenly.
             overlap: Count as `AsyncContextParallel` sends: q, k and v in a collective of their own.
+            head_groups: Number of groups of heads that are exchanged and computed one by one.
         """
+        if head_groups != 1:
+            self.check_head_groups(head_groups, num_heads, num_kv_heads, where="Plan.describe")
+            num_heads, num_kv_heads = num_heads // head_groups, num_kv_heads // head_groups
         return describe(
             self,
             self.heads(num_heads, num_kv_heads, where="Plan.describe"),
+            repeat=head_groups,
             num_heads=num_heads,
             local_length=self.split_length(seq_len, "Plan.describe"),
             head_size=head_size,

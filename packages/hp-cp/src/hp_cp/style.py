@@ -70,6 +70,8 @@ class ContextParallel(BoundaryStyle):
     """
 
     accepts_2d_mesh = True
+    head_groups = 1
+    """Groups of heads that are exchanged one by one; more than one in `AsyncContextParallel`."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_comm import traffic
-from hp_cp import ContextParallel, init_device_mesh, make_plan
+from hp_cp import AsyncContextParallel, ContextParallel, init_device_mesh, make_plan
 from hp_mesh.testing import assert_close, count_collectives, randn
 
 from ._cores import DIMS
@@ -33,6 +33,7 @@ class Case:
     D: int = 6
     DV: int = 6
     dtype: torch.dtype = torch.float64
+    head_groups: int = 1
 
     def __str__(self) -> str:
         degree = self.P if self.degree is None else self.degree
@@ -76,12 +77,14 @@ class Case:
         return x.chunk(self.P, self.seq_dim)[rank]
 
     def style(self, **options: Any) -> ContextParallel:
-        return ContextParallel(
+        kind = ContextParallel if self.head_groups == 1 else AsyncContextParallel
+        return kind(
             **{
                 "seq_dim": self.seq_dim,
                 "head_dim": self.head_dim,
                 "ulysses_degree": self.degree,
                 "load_balance": self.load_balance,
+                **({"head_groups": self.head_groups} if self.head_groups > 1 else {}),
                 **options,
             }
         )
@@ -101,6 +104,7 @@ class Case:
             batch=1 if self.layout == "TND" else self.B,
             element_size=self.dtype.itemsize,
             rank=rank,
+            head_groups=self.head_groups,
         ).totals()
 
 

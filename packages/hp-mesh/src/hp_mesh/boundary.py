@@ -75,6 +75,9 @@ class Boundary(ABC, Generic[E]):
         Runs with the view still open, so that a style may call ``module.forward`` again.
         """
 
+    def abandon(self, entry: E) -> None:
+        """Finish what ``entry`` has in flight; called instead of `leave` when the module raised."""
+
     def next_call_index(self) -> int:
         """Return 0 for the first call of this module, then 1, 2, ...; the same on every rank."""
         index: int = getattr(self._calls, "count", 0)
@@ -155,11 +158,13 @@ class _PostHook:
             return output
         try:
             if sys.exc_info()[1] is not call.handled:  # called because the module raised
+                self.boundary.abandon(call.entry)
                 return output
             return self.boundary.leave(module, call.entry, output)
         finally:
-            _open_calls.calls = [c for c in _open_calls.calls if c is not call]
             close_view(call.entry.view)
+            # this call, and those within it that a KeyboardInterrupt left behind
+            _open_calls.calls = [c for c in _open_calls.calls if c.entry.view.is_live()]
 
 
 class BoundaryStyle(ParallelStyle, ABC):

@@ -1,0 +1,228 @@
+"""Head groups: the exchange of one group of heads behind the attention of another.
+
+The module runs ``h`` times, each time on a slice of the heads, unchanged::
+
+    wire      in 0 | in 1        | in 2, out 0 | ...          | out h-1
+    compute          attention 0 | attention 1 | ...
+
+Groups are consecutive heads and keep query heads and their KV heads together. Backward runs the
+mirror of this order by itself, since launches and waits are nodes of the autograd graph. Each group
+holds ``1 / h`` of what attention needs, so its peak memory falls likewise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hp_comm import Handle, gather_seq, head_to_seq, seq_to_head
+from hp_cp.core_boundary import Call, CPBoundary
+from hp_cp.inputs import Inputs
+from hp_cp.output import OutputDims
+from hp_mesh.window import Range
+
+if TYPE_CHECKING:
+    from hp_cp.async_style import AsyncContextParallel
+
+__all__ = ["GroupedBoundary"]
+
+_Returning = list[tuple[Handle[Tensor], OutputDims]]
+
+
+@dataclass
+class _GroupedCall(Call):
+    """A call whose heads are computed group by group.
+
+    Attributes:
+        groups: What each group sends, in order.
+        returning: The exchanges of the outputs, in the order they were started.
+    """
+
+    groups: list[_Group] = field(default_factory=list)
+    returning: list[Handle[Tensor]] = field(default_factory=list)
+
+
+@dataclass
+class _Group:
+    """The exchanges of one group of heads on their way in."""
+
+    boundary: GroupedBoundary
+    inputs: Inputs
+    exchange: Handle[tuple[Tensor, ...]] | None = None
+    gather: Handle[tuple[Tensor, ...]] | None = None
+    q: Tensor | None = None
+
+    def start(self) -> None:
+        """Start the first exchange: of q, k, v to heads, or of k, v alone."""
+        seq_dim, head_dim = self.inputs.dims
+        q, k, v = self.inputs.locals
+        if self.boundary.ulysses_group is not None:
+            kv_heads = self.inputs.table.kv_sent
+            self.exchange = seq_to_head(
+                (q, k, v),
+                self.boundary.ulysses_group,
+                seq_dim=seq_dim,
+                head_dim=head_dim,
+                heads=(None, kv_heads, kv_heads),
+                async_op=True,
+            )
+        else:
+            self.q = q
+            self._gather(k, v)
+
+    def _gather(self, k: Tensor, v: Tensor) -> None:
+        group = self.boundary.colossal_group
+        if group is None:
+            self.gather = Handle.ready("head groups", (k, v))
+        else:
+            self.gather = gather_seq((k, v), group, seq_dim=self.inputs.dims[0], async_op=True)
+
+    def advance(self) -> None:
+        """Hybrid: once the heads have arrived, start the gather of k and v."""
+        if self.exchange is not None:
+            self.q, k, v = self.exchange.wait()
+            self.exchange = None
+            self._gather(k, v)
+
+    def finish(self) -> tuple[Tensor, ...]:
+        """Return q, k and v as this group's attention is to see them."""
+        self.advance()
+        assert self.gather is not None and self.q is not None, "the group was started"
+        k, v = self.gather.wait()
+        self.gather = None
+        return self.boundary.expand(self.q, k, v, self.inputs)
+
+    def drop(self) -> None:
+        """Finish what is in flight and forget it."""
+        for handle in (self.exchange, self.gather):
+            if handle is not None:
+                handle.wait()
+        self.exchange = self.gather = self.q = None
+
+
+class GroupedBoundary(CPBoundary):
+    """The boundary of a style with ``head_groups`` greater than 1."""
+
+    style: AsyncContextParallel
+
+    def enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _GroupedCall:
+        """Start the exchanges of the first groups and hand over group 0."""
+        inputs = self._agree(args, kwargs)
+        groups = [_Group(self, part) for part in self._split(inputs)]
+        for group in groups[: 1 + self._ahead]:
+            group.start()
+        first = groups[0].inputs
+        view = self._view(first)
+        tensors = groups[0].finish()
+        if len(groups) > 1:
+            groups[1].advance()
+        view.heads, view.num_heads = self._place(inputs, 0, len(groups))
+        view.head_group = (0, len(groups))
+        args, kwargs = self._hand_over(args, kwargs, first, view, tensors)
+        return _GroupedCall(args, kwargs, view, inputs, groups=groups)
+
+    @property
+    def _ahead(self) -> int:
+        # Hybrid has two exchanges in a row: the second of the next group needs its first done
+        return 2 if self.plan.mode == "hybrid" else 1
+
+    def leave(self, module: nn.Module, entry: Call, output: Any) -> Any:
+        """Run the other groups, each behind the exchanges of its neighbours, and join the heads."""
+        assert isinstance(entry, _GroupedCall), "made by enter"
+        try:
+            return self._run_others(module, entry, output)
+        except BaseException:
+            self.abandon(entry)
+            raise
+
+    def abandon(self, entry: Call) -> None:
+        """Finish every exchange in flight, so that the ranks stay in step."""
+        assert isinstance(entry, _GroupedCall), "made by enter"
+        for group in entry.groups:
+            group.drop()
+        for handle in entry.returning:
+            handle.wait()
+
+    def _run_others(self, module: nn.Module, entry: _GroupedCall, output: Any) -> Any:
+        groups, count = entry.groups, len(entry.groups)
+        sent = [self._send_back(entry, output)]
+        for index in range(1, count):
+            group = groups[index]
+            if index + self._ahead < count:
+                groups[index + self._ahead].start()
+            tensors = group.finish()
+            if index + 1 < count:
+                groups[index + 1].advance()
+            entry.view.heads, entry.view.num_heads = self._place(entry.inputs, index, count)
+            entry.view.head_group = (index, count)
+            args, kwargs = self._hand_over(
+                entry.args, entry.kwargs, group.inputs, entry.view, tensors
+            )
+            output = module.forward(*args, **kwargs)
+            sent.append(self._send_back(entry, output))
+        queue = iter(list(zip(*sent, strict=True)))
+
+        def join(_: Tensor) -> Tensor:
+            parts = next(queue)
+            dims = parts[0][1]
+            whole = torch.cat([handle.wait() for handle, _ in parts], dim=dims.head_dim)
+            return self._restore(entry, whole, dims)
+
+        return self._map(entry, output, join, several="head_groups")
+
+    def _send_back(self, entry: _GroupedCall, output: Any) -> _Returning:
+        """Start the way back of each declared output of one group."""
+        started: _Returning = []
+
+        def start(x: Tensor) -> None:
+            local, dims = self._take(entry, x)
+            if self.ulysses_group is None or not dims.trades_heads:
+                handle: Handle[Tensor] = Handle.ready("head groups", local)
+            else:
+                handle = head_to_seq(
+                    local,
+                    self.ulysses_group,
+                    seq_dim=dims.seq_dim,
+                    head_dim=dims.head_dim,
+                    async_op=True,
+                )
+            entry.returning.append(handle)
+            started.append((handle, dims))
+
+        self._map(entry, output, start, several="head_groups")
+        return started
+
+    def _split(self, inputs: Inputs) -> list[Inputs]:
+        """Cut q, k and v into groups of consecutive heads."""
+        count, head_dim = self.style.head_groups, inputs.dims[1]
+        self.plan.check_head_groups(count, inputs.num_heads, inputs.num_kv_heads, where=self.where)
+        # one split node, so that backward joins the gradients of all groups once
+        cuts = [torch.chunk(x, count, dim=head_dim) for x in inputs.locals]
+        table = self.plan.heads(
+            inputs.num_heads // count, inputs.num_kv_heads // count, where=self.where
+        )
+        return [
+            Inputs(
+                slots=inputs.slots,
+                tensors=inputs.tensors,
+                locals=list(parts),
+                layouts=inputs.layouts,
+                dims=inputs.dims,
+                table=table,
+                num_heads=inputs.num_heads // count,
+                num_kv_heads=inputs.num_kv_heads // count,
+            )
+            for parts in zip(*cuts, strict=True)
+        ]
+
+    def _place(self, inputs: Inputs, index: int, count: int) -> tuple[Range, int]:
+        """Return this rank's query heads of group ``index``, and the number of all heads."""
+        size = inputs.num_heads // count
+        local = size // self.plan.ulysses_degree
+        start = index * size + (self.rank % self.plan.ulysses_degree) * local
+        return (start, start + local), inputs.num_heads

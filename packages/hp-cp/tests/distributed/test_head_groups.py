@@ -1,0 +1,168 @@
+"""AsyncContextParallel(head_groups=h): the module runs h times on slices of the heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hp_cp import AsyncContextParallel, make_plan
+from hp_mesh.testing import count_collectives, randn, ranks
+
+from ._compare import Case, compare
+from ._cores import Eager, Sdpa
+
+GROUPED = [
+    Case(P=2, head_groups=2),
+    Case(P=2, HK=6, head_groups=3),
+    Case(P=4, HK=6, head_groups=3),
+    Case(P=4, HK=12, head_groups=3, layout="BNSD"),
+    Case(P=2, degree=1, head_groups=4),
+    Case(P=3, degree=1, HK=2, head_groups=2, DV=4),
+    Case(P=4, degree=2, head_groups=2),
+    Case(P=4, degree=2, HK=6, head_groups=6, layout="TND"),
+    Case(P=1, HK=2, head_groups=2),
+]
+
+
+@pytest.mark.parametrize("case", GROUPED, ids=lambda c: f"{c}-h{c.head_groups}")
+@pytest.mark.parametrize("core", [Sdpa, Eager])
+def test_head_groups_give_the_numbers_and_bytes_of_one_call(core: Any, case: Case) -> None:
+    """Output, gradients and traffic: h times the calls, and the bytes that the plan says."""
+    ranks(case.P).run(compare, case, lambda: core(case.layout, head_size=case.D))
+
+
+@pytest.mark.parametrize("case", [GROUPED[0], GROUPED[4], GROUPED[6]], ids=str)
+def test_a_mask_with_all_heads_is_cut_to_the_group(case: Case) -> None:
+    """A float mask per head, with its gradient; every group sees its own heads of it."""
+    bias = randn(1, case.H, case.S, case.S, seed=5)
+    ranks(case.P).run(
+        compare,
+        case,
+        lambda: Sdpa(case.layout, head_size=case.D),
+        extra=[bias],
+        call=lambda module, q, k, v, mask: module(q, k, v, attn_mask=mask),
+    )
+
+
+def test_the_next_group_is_on_the_wire_while_one_computes() -> None:
+    """Before each call of the module the exchange of the following group has been started."""
+
+    class Spy(nn.Module):
+        def __init__(self, counted: count_collectives) -> None:
+            super().__init__()
+            self.counted, self.started = counted, list[int]()
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.started.append(self.counted.count())
+            return q * 1
+
+    def run(rank: int) -> list[int]:
+        case = Case(P=2, HK=12, head_groups=3)
+        with count_collectives() as counted:
+            core = Spy(counted)
+            case.style().apply(core, case.mesh())
+            core(*(case.local(x, rank) for x in case.qkv()))
+        return core.started
+
+    # two exchanges in before the first call; then each call finds one more in and one more out
+    assert ranks(2).run(run) == [[2, 4, 5]] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "heads", "message"),
+    [
+        ({"head_groups": 0}, None, r"head_groups \(0\) must be at least 1"),
+        ({"head_groups": True}, None, r"head_groups \(True\) must be an integer"),
+        (
+            {"head_groups": 2, "ulysses_degree": 1, "load_balance": True},
+            None,
+            r"head_groups \(2\) must be 1 with load_balance=True",
+        ),
+    ],
+)
+def test_head_groups_that_cannot_be_are_refused_at_once(
+    options: dict[str, Any], heads: None, message: str
+) -> None:
+    """What a constructor can know."""
+    with pytest.raises(ValueError, match=message):
+        AsyncContextParallel(**options)
+
+
+def test_head_groups_that_part_heads_are_refused_on_every_rank() -> None:
+    """The error names the numbers and what would do; the next good call works."""
+
+    def run(rank: int) -> str:
+        case = Case(P=2, HK=4, head_groups=3)
+        core = Sdpa()
+        case.style().apply(core, case.mesh())
+        with pytest.raises(ValueError, match="head_groups") as caught:
+            core(*(case.local(x, rank) for x in case.qkv()))
+        good = Case(P=2, HK=6, head_groups=3)
+        compare(rank, good, Sdpa, applied=core)
+        return str(caught.value)
+
+    first, second = ranks(2).run(run)
+    assert first == second
+    assert "num_kv_heads (4) of k, v must be divisible by head_groups (3)" in first
+    assert "use head_groups=1 or 2" in first
+
+
+def test_the_exchanges_in_flight_are_those_of_few_heads() -> None:
+    """describe(): with 4 groups a quarter of the gathered K and V is held at a time."""
+    plan = make_plan(4, 1)
+    sizes: dict[str, Any] = {
+        "num_heads": 8, "num_kv_heads": 8, "seq_len": 64, "head_size": 16,
+    }  # fmt: skip
+    one, four = plan.describe(**sizes), plan.describe(**sizes, head_groups=4)
+
+    assert four.resident_kv_bytes * 4 == one.resident_kv_bytes
+    assert four.bytes() == one.bytes()
+    assert four.count() == 4 * one.count()
+
+
+def test_a_second_tensor_output_is_refused() -> None:
+    """Each call returns a part of every output; only declared ones can be joined."""
+
+    class TwoOutputs(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            return q * 1, torch.ones(())
+
+    def run(rank: int) -> None:
+        case = Case(P=2, HK=12, head_groups=2)
+        core = TwoOutputs()
+        case.style().apply(core, case.mesh())
+        with pytest.raises(TypeError, match="with head_groups the module is called several times"):
+            core(*(case.local(x, rank) for x in case.qkv()))
+
+    ranks(2).run(run)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_exception_in_any_group_leaves_nothing_in_flight(failing: int) -> None:
+    """What was sent is waited for, without a warning, and the next good call is right."""
+
+    class Fragile(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.core, self.calls, self.broken = Sdpa(), 0, True
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.calls += 1
+            if self.broken and self.calls == failing + 1:
+                raise RuntimeError("broken on purpose")
+            out: Tensor = self.core(q, k, v)
+            return out
+
+    def run(rank: int) -> None:
+        for case in (Case(P=4, HK=6, head_groups=3), Case(P=4, degree=2, HK=6, head_groups=3)):
+            core = Fragile()
+            case.style().apply(core, case.mesh())
+            with pytest.raises(RuntimeError, match="broken on purpose"):
+                core(*(case.local(x, rank).requires_grad_() for x in case.qkv()))
+            core.broken = False
+            compare(rank, case, Sdpa, applied=core)
+
+    ranks(4).run(run)
