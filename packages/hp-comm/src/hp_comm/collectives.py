@@ -43,20 +43,21 @@ def _listed(where: str, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return xs
 
 
-def _same_form(x: Tensor | Sequence[Tensor], results: Sequence[Tensor]) -> Any:
-    return results[0] if isinstance(x, Tensor) else tuple(results)
+def _same_form(single: bool, results: Sequence[Tensor]) -> Any:
+    return results[0] if single else tuple(results)
 
 
 def _move(x: Tensor | Sequence[Tensor], move: Move, xs: list[Tensor], async_op: bool) -> Any:
-    if async_op:
-        return launch(move, xs, lambda results: _same_form(x, results))
-    return _same_form(x, run(move, xs))
+    single = isinstance(x, Tensor)
+    if async_op:  # the handle must not hold x: whoever made it may let go of it
+        return launch(move, xs, lambda results: _same_form(single, results))
+    return _same_form(single, run(move, xs))
 
 
 def _alone(
     where: str, x: Tensor | Sequence[Tensor], results: Sequence[Tensor], async_op: bool
 ) -> Any:
-    value = _same_form(x, results)
+    value = _same_form(isinstance(x, Tensor), results)
     return Handle.ready(where, value) if async_op else value
 
 
