@@ -64,21 +64,27 @@ def enter_view(
     )
     _refuse_lost_writes(view, name, args, kwargs)
 
-    def wrap(value: Any) -> Any:
-        if isinstance(value, Tensor) and not isinstance(value, DTensor):
-            if value.ndim == 0 and not value.requires_grad:
-                return value  # DTensor takes scalars as they are, whatever their device
-            if name in _NOT_LINED_UP:
-                return share_of_replicated(value, view.mesh, [Replicate()] * view.mesh.ndim, view)
-            return _align(view, name, value, anchor)
-        if view.is_balanced and view.owns(value) and name not in _NOT_LINED_UP:
-            return _align_balanced(view, name, value, anchor)
-        if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
-            items = [wrap(v) for v in value]
-            return items if isinstance(value, list) else tuple(items)
-        return value
+    return (
+        [_wrap(view, name, v, anchor) for v in args],
+        {k: _wrap(view, name, v, anchor) for k, v in kwargs.items()},
+    )
 
-    return [wrap(v) for v in args], {k: wrap(v) for k, v in kwargs.items()}
+
+def _wrap(view: View, name: str, value: Any, anchor: DTensor) -> Any:
+    # not a closure of enter_view: one that calls itself is a cycle, and would keep the anchor and
+    # its graph alive until the garbage collector comes
+    if isinstance(value, Tensor) and not isinstance(value, DTensor):
+        if value.ndim == 0 and not value.requires_grad:
+            return value  # DTensor takes scalars as they are, whatever their device
+        if name in _NOT_LINED_UP:
+            return share_of_replicated(value, view.mesh, [Replicate()] * view.mesh.ndim, view)
+        return _align(view, name, value, anchor)
+    if view.is_balanced and view.owns(value) and name not in _NOT_LINED_UP:
+        return _align_balanced(view, name, value, anchor)
+    if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
+        items = [_wrap(view, name, v, anchor) for v in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
 
 
 def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

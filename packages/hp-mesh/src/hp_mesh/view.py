@@ -300,9 +300,12 @@ _stack = _Stack()
 
 
 def _sweep() -> None:
+    """Take the views off the stack whose module call has ended; the others keep their order."""
     dead = [view for view in _stack.views if not view.is_live()]
+    _stack.views = [view for view in _stack.views if view not in dead]
+    remove_function_modes(lambda mode: mode in dead)
     for view in dead:
-        close_view(view)
+        view.frame = None
 
 
 def open_view(view: View, frame: FrameType) -> View:
@@ -316,10 +319,9 @@ def open_view(view: View, frame: FrameType) -> View:
 
 
 def close_view(view: View) -> None:
-    """Deactivate ``view`` and nothing else, wherever it stands on the stack."""
-    _stack.views = [other for other in _stack.views if other is not view]
-    remove_function_modes(lambda mode: mode is view)
-    view.frame = None
+    """Deactivate ``view``, wherever it stands on the stack, and the dead ones left there."""
+    view.frame = None  # dead from here on
+    _sweep()
 
 
 def current_view() -> View | None:
