@@ -190,13 +190,13 @@ def _contract(
             return None
         sharded.append(found.pop() if found else None)
     for letter in set(filter(None, sharded)):
+        if letter in whole or any(label.count(letter) > 1 for label in labels):
+            return None
         sizes[letter] = max(
             t.size(label.index(letter))
             for t, label in zip(operands, labels, strict=True)
             if isinstance(t, DTensor) and any(p.is_shard(label.find(letter)) for p in t.placements)
         )
-        if letter in whole or any(label.count(letter) > 1 for label in labels):
-            return None
         parts = 1
         for axis, name in enumerate(sharded):
             parts *= mesh.size(axis) if name == letter else 1
