@@ -366,3 +366,163 @@ def test_eager_core_computes_what_it_does_unsharded(core: type[nn.Module], mode:
 @pytest.mark.parametrize("core", [Band, Sinks, Rotary, ToLocal])
 def test_eager_core_that_sizes_from_q_is_right_too(core: type[nn.Module], mode: str) -> None:
     check(core(), mode)
+
+
+class Fn(nn.Module):
+    """A core given as a function."""
+
+    def __init__(self, fn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.fn(q, k, v)
+
+
+def scores_of(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.mT * 0.3
+
+
+def bare(change: Callable[[Tensor], Tensor]) -> Fn:
+    """Return attention whose scores are changed by ``change``, one KV head for each query head."""
+    return Fn(lambda q, k, v: change(scores_of(q, k)).softmax(-1) @ v)
+
+
+def plain(*shape: int) -> Tensor:
+    return randn(*shape, seed=33)
+
+
+RIGHT: dict[str, Fn] = {
+    "plain left of minus": bare(lambda s: plain(S, S) - s),
+    "plain chosen by where": bare(lambda s: torch.where(plain(S, S) > 0, plain(S, S), s)),
+    "in place": bare(lambda s: s.clone().masked_fill_(plain(S, S) > 0, -9.0).add_(plain(S, S))),
+    "columns by a mask": bare(lambda s: s.index_fill(-1, torch.arange(0, S, 3), 0.0)),
+    "the maximum as a number": bare(lambda s: s * s.detach().max().item()),
+    "a decision of Python": bare(lambda s: s * (2.0 if s.detach().sum() > 0 else 3.0)),
+    "a maximum over all rows": bare(lambda s: s - s.max()),
+    "tril of scores": bare(lambda s: s.tril()),
+    "diagonal": bare(lambda s: s + s.diagonal(dim1=-2, dim2=-1)[..., None]),
+    "repeated label": bare(lambda s: s + torch.einsum("bhii->bh", s)[..., None, None]),
+    "gelu of k": Fn(lambda q, k, v: scores_of(q, F.gelu(k)).softmax(-1) @ v),
+    "normalize": Fn(
+        lambda q, k, v: scores_of(F.normalize(q, dim=-1), F.normalize(k, dim=-1)).softmax(-1) @ v
+    ),
+    "linear attention": Fn(lambda q, k, v: F.elu(q) @ (F.elu(k).mT @ v)),
+    "plain times result": Fn(lambda q, k, v: plain(S, S) @ (scores_of(q, k).softmax(-1) @ v)),
+    "mask from k": Fn(
+        lambda q, k, v: (
+            scores_of(q, k)
+            .masked_fill(k.new_ones(S, S, dtype=torch.bool).triu(1), -torch.inf)
+            .softmax(-1)
+            @ v
+        )
+    ),
+    "chunks of q": Fn(
+        lambda q, k, v: torch.cat([scores_of(x, k).softmax(-1) @ v for x in q.split(S // 4, 2)], 2)
+    ),
+    "shifted q": Fn(lambda q, k, v: scores_of(q.roll(1, 2), k).softmax(-1) @ v),
+    "shifted k": Fn(
+        lambda q, k, v: scores_of(q, torch.cat([k[:, :, :1], k[:, :, :-1]], 2)).softmax(-1) @ v
+    ),
+}
+"""Right without load balance; DTensor may communicate for them."""
+
+
+@pytest.mark.parametrize("mode", ["ulysses", "colossal"])
+@pytest.mark.parametrize("core", RIGHT)
+def test_what_else_is_written_in_a_core_is_right(core: str, mode: str) -> None:
+    check(RIGHT[core], mode, kv=H, exact=False, size=2)
+
+
+ORDER = "load_balance q holds half of the sequence in head-tail order"
+MIXES_ROWS = [
+    *("the maximum as a number", "a maximum over all rows", "tril of scores", "diagonal"),
+    *("plain times result", "chunks of q", "shifted q"),
+]
+
+
+def refused(core: Fn, mode: str, text: str, size: int = 2) -> None:
+    """Every rank raises an error with ``text``, and the next good call is right."""
+
+    def run(rank: int) -> str:
+        degree, balance, *_ = MODES[mode]
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+        module = copy.deepcopy(core)
+        ContextParallel(2, 1, degree, load_balance=balance).apply(module, mesh)
+        q, k, v = (randn(B, H, S, D, seed=i).chunk(size, 2)[rank] for i in range(3))
+        with pytest.raises((ValueError, RuntimeError, TypeError)) as caught:
+            module(q, k, v)
+        module.fn = lambda q, k, v: scores_of(q, k).softmax(-1) @ v
+        module(q, k, v)
+        return str(caught.value)
+
+    for message in ranks(size).run(run):
+        assert text in message and "ContextParallel: " in message
+
+
+@pytest.mark.parametrize("core", MIXES_ROWS)
+def test_what_mixes_rows_is_refused_under_load_balance(core: str) -> None:
+    refused(RIGHT[core], "balanced", ORDER)
+
+
+@pytest.mark.parametrize(
+    "core",
+    [
+        Band(),
+        Rotary(),
+        Fn(lambda q, k, v: causal(scores_of(q, k), q.shape[2])),
+        Fn(lambda q, k, v: scores_of(q, k) + k.new_ones(q.shape[2], S).triu(1)),
+        Fn(lambda q, k, v: torch.einsum("bhid,id->bhid", q, plain(q.shape[2], D))),
+    ],
+    ids=["positions of q", "rotary of q", "tril of q", "mask on k's device", "einsum"],
+)
+def test_tables_sized_from_q_are_refused_under_load_balance_with_the_reason(
+    core: nn.Module,
+) -> None:
+    text = "sized from q has the wrong rows; take its length from k"
+    refused(Fn(core.forward), "balanced", text)
+
+
+def written(write: Callable[[Tensor], Any]) -> Fn:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = scores_of(q, k).clone()
+        write(scores)
+        return scores.softmax(-1) @ v
+
+    return Fn(fn)
+
+
+@pytest.mark.parametrize(
+    ("core", "text"),
+    [
+        (written(lambda s: s.narrow(2, 3, 4).fill_(0.0)), "the write would be lost"),
+        (written(lambda s: s.transpose(1, 2)[:, 3].mul_(2.0)), "the write would be lost"),
+        (written(lambda s: s.__setitem__((slice(None), slice(None), 3), s[:, :, 4])), "lost"),
+        (written(lambda s: torch.zeros(B, H, S, S).add_(s)), "into a plain tensor (2, 12, 24, 24)"),
+        (written(lambda s: torch.zeros(B, H, S, S).__setitem__(..., s)), "into a plain tensor"),
+        (written(lambda s: torch.cdist(s, s)), "use_local_input=True"),
+        (
+            Fn(lambda q, k, v: F.conv1d(q.flatten(0, 1).mT, plain(D, D, 3), padding=1)),
+            "conv1d inside the boundary must not run over a dim that is cut",
+        ),
+    ],
+    ids=["narrow", "index", "setitem", "add_ to plain", "setitem of plain", "no rule", "conv"],
+)
+def test_what_would_be_silently_wrong_is_refused(core: Fn, text: str) -> None:
+    refused(core, "colossal", text)
+
+
+def test_multi_head_attention_forward_reaches_the_handler_inside() -> None:
+    weight, bias = randn(3 * H * D, H * D, seed=1) * 0.1, randn(3 * H * D, seed=2)
+    out_weight, out_bias = randn(H * D, H * D, seed=3) * 0.1, randn(H * D, seed=4)
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.permute(2, 0, 1, 3).flatten(2) for x in (q, k, v))
+        out, _ = F.multi_head_attention_forward(
+            *(q, k, v, H * D, H, weight, bias, None, None, False, 0.0, out_weight, out_bias),
+            need_weights=False,
+        )
+        return out.unflatten(2, (H, D)).permute(1, 2, 0, 3)
+
+    check(Fn(fn), "colossal", kv=H, size=2)
+    check(Fn(fn), "ulysses", kv=H, size=2, exact=False)

@@ -23,7 +23,7 @@ Op = Callable[..., Tensor]
 
 
 def placed(whole: Tensor, mesh: Any, placements: Sequence[Placement], view: View) -> Any:
-    """Return ``(leaf, DTensor)``: this rank's part of ``whole``; a partial sum is split unevenly."""
+    """Return this rank's leaf and the DTensor around it; a partial sum is split unevenly."""
     local = whole.detach()
     coordinate = mesh.get_coordinate()
     for axis, placement in enumerate(placements):

@@ -87,7 +87,7 @@ Pair = namedtuple("Pair", ["out", "lse"])
 
 
 class Output(OrderedDict[str, Any]):
-    """As transformers' ModelOutput: an ordered dict with attributes, entries that are None hidden."""
+    """As transformers' ModelOutput: an ordered dict with attributes, None hidden."""
 
     def __init__(self, out: Any = None, extra: Any = None, weights: Any = None) -> None:
         super().__init__()
