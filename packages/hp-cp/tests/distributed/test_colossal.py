@@ -86,9 +86,8 @@ def test_a_mask_that_shows_every_row_its_own_keys_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "upstream_rank", [0, -1], ids=lambda r: "first-rank" if r == 0 else "last-rank"
+    ("causal", "upstream_rank"), [(False, 0), (True, -1)], ids=["full-first", "causal-last"]
 )
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize(
     "case", [*COLOSSAL[::2], *HYBRID, *ULYSSES[::2], EACH[3], Case(P=8, degree=1)], ids=str
 )

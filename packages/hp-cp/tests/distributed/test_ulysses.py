@@ -18,8 +18,10 @@ from ._cores import Eager, Sdpa
 LAYOUTS = ("BSHD", "BNSD", "SBHD", "TND")
 
 
-@pytest.mark.parametrize("core", [Sdpa, Eager])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("core", "layout"),
+    [*((Sdpa, layout) for layout in LAYOUTS), *((Eager, layout) for layout in LAYOUTS[:2])],
+)
 @pytest.mark.parametrize("case", MODES, ids=str)
 def test_causal_attention_equals_the_unsharded_module(
     case: Case, layout: str, core: type[nn.Module]
@@ -180,7 +182,7 @@ def test_each_tensor_travels_in_its_own_dtype(case: Case, dtypes: tuple[torch.dt
     ranks(case.P).run(on)
 
 
-@pytest.mark.parametrize("needs", ["q", "kv", "v", ""])
+@pytest.mark.parametrize("needs", ["q", "kv", ""])
 @pytest.mark.parametrize("case", EACH, ids=str)
 def test_inputs_without_gradient_get_none_and_cost_none(case: Case, needs: str) -> None:
     """A frozen k or v has no gradient; with none at all the output has no graph."""
@@ -208,13 +210,13 @@ def test_inputs_without_gradient_get_none_and_cost_none(case: Case, needs: str) 
     ranks(case.P).run(on)
 
 
-@pytest.mark.parametrize("dims", [(-3, -2), (1, -2), (-3, 2)], ids=str)
 @pytest.mark.parametrize("case", EACH, ids=str)
-def test_dims_may_be_counted_from_the_end(case: Case, dims: tuple[int, int]) -> None:
-    """BSHD said as -3, -2."""
+def test_dims_may_be_counted_from_the_end(case: Case) -> None:
+    """BSHD said as -3, -2, and as 1, -2."""
 
     def on(rank: int) -> None:
-        compare(rank, case, Sdpa, seq_dim=dims[0], head_dim=dims[1])
+        for seq_dim in (-3, 1):
+            compare(rank, case, Sdpa, seq_dim=seq_dim, head_dim=-2)
 
     ranks(case.P).run(on)
 

@@ -74,9 +74,12 @@ def _compare(
     assert seen == planned
 
 
-@pytest.mark.parametrize("keep", [True, False], ids=["keep", "local"])
+@pytest.mark.parametrize(
+    ("core", "keep"),
+    [(Sdpa, True), (Sdpa, False), (Eager, True)],
+    ids=["Sdpa-keep", "Sdpa-local", "Eager-keep"],
+)
 @pytest.mark.parametrize("order", [("cp", "tp"), ("tp", "cp")], ids="-".join)
-@pytest.mark.parametrize("core", [Sdpa, Eager])
 @pytest.mark.parametrize("case", MODES, ids=str)
 def test_tp_shards_of_heads_compose_with_every_mode(
     case: Case, core: type[nn.Module], order: tuple[str, str], keep: bool
