@@ -18,8 +18,8 @@ from hp_cp.output import OutputDims, output_dims
 from hp_cp.plan import Plan
 from hp_mesh._torch import from_local
 from hp_mesh.arguments import map_outputs, replace_slots
-from hp_mesh.boundary import Boundary, Entry
-from hp_mesh.checks import fail
+from hp_mesh.boundary import Boundary, Entry, inner_hooks
+from hp_mesh.checks import fail, require
 from hp_mesh.mesh import flatten_mesh, split_cp_mesh
 from hp_mesh.placement import compose
 from hp_mesh.view import View
@@ -79,6 +79,8 @@ class CPBoundary(Boundary[Call]):
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Select q, k, v; check; compare with the other ranks; send; wrap; describe the view."""
+        if self.plan.load_balance:
+            self._refuse_inner_hooks(module, "load_balance")
         inputs = self._agree(args, kwargs)
         q, k, v = self._send(inputs)
         tail = None
@@ -109,6 +111,18 @@ class CPBoundary(Boundary[Call]):
             return self._restore(entry, torch.cat([head, own_tail], dim=dims.seq_dim), dims)
 
         return self._map(entry, second, join, several="load_balance")
+
+    def _refuse_inner_hooks(self, module: nn.Module, several: str) -> None:
+        """Refuse hooks that would see one of the calls that ``several`` makes, and not the rest."""
+        hooks = inner_hooks(module)
+        require(
+            not hooks,
+            self.where,
+            f"with {several} {type(module).__name__} is called several times, and its forward "
+            f"hooks {hooks} would run in the first call only; there must be none between those of "
+            f"{self.where}",
+            "put them on the module around it: pre-hooks there, or before the style is applied",
+        )
 
     def _view(self, inputs: Inputs) -> View:
         """Describe what the first call of the module computes on this rank."""
@@ -240,7 +254,10 @@ class CPBoundary(Boundary[Call]):
                     f"{list(x.shape)} must be joined like the first; name all tensor outputs of "
                     "the same dims with outputs=, or return the attention output only"
                 )
-            return x.to_local() if plain and isinstance(x, DTensor) else x
+            if not plain or not isinstance(x, DTensor):
+                return x
+            whole = [Replicate() if p.is_partial() else p for p in x.placements]
+            return x.redistribute(placements=whole).to_local()
 
         return map_outputs(output, self.style.outputs, convert, other, self.where)
 

@@ -112,6 +112,7 @@ class GroupedBoundary(CPBoundary):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _GroupedCall:
         """Start the exchanges of the first groups and hand over group 0."""
+        self._refuse_inner_hooks(module, "head_groups")
         inputs = self._agree(args, kwargs)
         groups = [_Group(self, part) for part in self._split(inputs)]
         for group in groups[: 1 + self._ahead]:

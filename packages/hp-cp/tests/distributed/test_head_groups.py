@@ -166,3 +166,43 @@ def test_an_exception_in_any_group_leaves_nothing_in_flight(failing: int) -> Non
             compare(rank, case, Sdpa, applied=core)
 
     ranks(4).run(run)
+
+
+@pytest.mark.parametrize("case", [GROUPED[1], GROUPED[5], GROUPED[6]], ids=str)
+def test_a_bias_with_all_heads_is_cut_in_eager_attention(case: Case) -> None:
+    """ALiBi-like slopes ``[H, 1, 1]`` meet the scores of one group; their gradient is a share."""
+
+    class Biased(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            repeat = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+            scores = q @ k.transpose(-1, -2)
+            scores = scores + slopes * torch.arange(k.shape[2], dtype=q.dtype)
+            return (scores.softmax(-1) @ v).transpose(1, 2)
+
+    ranks(case.P).run(compare, case, Biased, extra=[randn(case.H, 1, 1, seed=7)])
+
+
+@pytest.mark.parametrize("where", ["pre", "post"])
+@pytest.mark.parametrize("several", [{"head_groups": 2}, {"degree": 1, "load_balance": True}])
+def test_a_hook_that_would_see_one_call_of_many_is_refused(
+    several: dict[str, Any], where: str
+) -> None:
+    """A scaling hook inside the boundary would scale a part of the output; outside it is fine."""
+
+    def run(rank: int) -> None:
+        case = Case(P=2).but(**several)
+        core = Sdpa()
+        if where == "post":
+            handle = core.register_forward_hook(lambda module, args, out: out * 2)
+        case.style().apply(core, case.mesh())
+        if where == "pre":
+            handle = core.register_forward_pre_hook(lambda module, args: tuple(2 * x for x in args))
+        shards = [case.local(x, rank) for x in case.qkv()]
+        with pytest.raises(ValueError, match="would run in the first call only"):
+            core(*shards)
+        handle.remove()
+        compare(rank, case, Sdpa, applied=core)
+
+    ranks(2).run(run)

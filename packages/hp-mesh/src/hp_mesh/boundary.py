@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from hp_mesh.checks import fail
 from hp_mesh.view import View, close_view, open_view
 
-__all__ = ["Boundary", "BoundaryStyle", "Entry", "boundary_of", "remove_boundary"]
+__all__ = ["Boundary", "BoundaryStyle", "Entry", "boundary_of", "inner_hooks", "remove_boundary"]
 
 
 @dataclass
@@ -226,6 +226,22 @@ def boundary_of(module: nn.Module) -> Boundary[Any] | None:
         if isinstance(hook, _PreHook):
             return hook.boundary
     return None
+
+
+def inner_hooks(module: nn.Module) -> list[str]:
+    """Return the names of forward hooks of others that run between the two hooks of a boundary.
+
+    They see one call of the module; a boundary that runs ``module.forward`` again leaves them out.
+    """
+
+    def name(hook: Any) -> str:
+        return getattr(hook, "__qualname__", type(hook).__name__)
+
+    before = list(module._forward_pre_hooks.values())
+    after = list(module._forward_hooks.values())
+    first = next((i for i, hook in enumerate(before) if isinstance(hook, _PreHook)), len(before))
+    last = next((i for i, hook in enumerate(after) if isinstance(hook, _PostHook)), 0)
+    return [name(hook) for hook in (*before[first + 1 :], *after[:last])]
 
 
 def remove_boundary(module: nn.Module) -> None:

@@ -161,7 +161,21 @@ def _cuts_shards(tensor: DTensor, index: Any) -> bool:
     return False
 
 
+def _cut_head_group(view: View, plain: Tensor, anchor: DTensor) -> Tensor:
+    """Cut a tensor with an entry for each head of q to the heads of the group at work."""
+    group, groups = view.head_group
+    if groups == 1:
+        return plain
+    here = view.num_heads // groups
+    for dim in range(plain.ndim):
+        beside = dim + anchor.ndim - plain.ndim
+        if plain.size(dim) == view.num_heads != anchor.size(max(beside, 0)) == here:
+            return plain.narrow(dim, group * here, here)
+    return plain
+
+
 def _align(view: View, name: str, plain: Tensor, anchor: DTensor) -> DTensor:
+    plain = _cut_head_group(view, plain, anchor)
     placements: list[Placement] = [Replicate()] * view.mesh.ndim
     for dim in range(plain.ndim):
         beside = dim + anchor.ndim - plain.ndim
