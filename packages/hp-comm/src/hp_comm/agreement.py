@@ -123,6 +123,7 @@ def _verdict(
     if failed:
         return _failures(failed, len(headers))
     fields = [dict(_fields(_text(header))) for header in headers]
+    where = fields[0].get("call", where)  # the ranks may be in different calls
     names = dict.fromkeys(name for one in fields for name in one)
     differing = {
         name: values

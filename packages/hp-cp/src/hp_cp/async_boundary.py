@@ -28,12 +28,15 @@ if TYPE_CHECKING:
 __all__ = ["AsyncBoundary", "HandoffHook", "warn_once"]
 
 _warned: set[str] = set()
+_warning = threading.Lock()
 
 
 def warn_once(message: str) -> None:
     """Warn once in the life of the process; forty layers say it once."""
-    if message not in _warned:
+    with _warning:
+        is_new = message not in _warned
         _warned.add(message)
+    if is_new:
         warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
@@ -62,6 +65,7 @@ class _Handoff:
         module: Type of the projection, for messages.
         learned: None until a call has shown how the output reaches the module.
         disarmed: Whether it was given up, because what arrived was something else.
+        missing: Calls of the module before the projection ever ran; -1 once it has.
         lanes: Outputs on their way, by thread and by whether backward recomputes them.
     """
 
@@ -70,6 +74,7 @@ class _Handoff:
     module: str
     learned: _Learned | None = None
     disarmed: bool = False
+    missing: int = 0
     lanes: dict[tuple[int, bool], Lane] = field(default_factory=dict)
 
     @property
@@ -101,7 +106,7 @@ class HandoffHook:
         self.boundary = boundary
         self.name = name
         self.module = weakref.ref(module)
-        boundary.hooks.append(self)
+        boundary.hooks.append(weakref.ref(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HandoffHook:
         # reached through its module, whose copy is therefore known already
@@ -126,7 +131,8 @@ class AsyncBoundary(CPBoundary):
 
     Attributes:
         handoffs: By name; empty if the style fell back to the synchronous path.
-        hooks: The hooks on the projections.
+        hooks: The hooks on the projections, weak: a model that is thrown away is freed at once,
+            what it has under way included.
     """
 
     style: AsyncContextParallel
@@ -134,7 +140,7 @@ class AsyncBoundary(CPBoundary):
     def __init__(self, style: AsyncContextParallel, plan: Plan, device_mesh: DeviceMesh) -> None:
         super().__init__(style, plan, device_mesh)
         self.handoffs: dict[str, _Handoff] = {}
-        self.hooks: list[HandoffHook] = []
+        self.hooks: list[weakref.ref[HandoffHook]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AsyncBoundary:
         """Return a boundary on the same mesh; a copied model has projections of its own."""
@@ -156,7 +162,9 @@ class AsyncBoundary(CPBoundary):
         """Take all hooks off the projections and finish what was launched."""
         self.flush()
         while self.hooks:
-            self.hooks.pop().remove()
+            hook = self.hooks.pop()()
+            if hook is not None:
+                hook.remove()
 
     def flush(self) -> None:
         """Finish all work that was launched and has not reached the module."""
@@ -166,6 +174,7 @@ class AsyncBoundary(CPBoundary):
     def hand_off(self, name: str, output: Any) -> None:
         """Remember ``output`` of a projection and start its exchange if its view is known."""
         handoff = self.handoffs[name]
+        handoff.missing = -1
         lane = handoff.lane
         lane.tidy()
         if lane.is_wasteful():
@@ -261,6 +270,8 @@ class AsyncBoundary(CPBoundary):
             # recomputed without its projection: what is under way belongs to another call
             if not in_backward() and (lane.expects() or (learned is None and lane.items)):
                 self._give_up(handoff, "what reaches the module is another tensor")
+            elif handoff.missing >= 0:
+                self._miss(handoff)
             return
         known = learned is not None and (learned.dims, learned.table) == (inputs.dims, inputs.table)
         if known and source.handle is not None and source.matches(x):
@@ -281,6 +292,16 @@ class AsyncBoundary(CPBoundary):
             self._give_up(handoff, "what reaches the module is not a view of it, unchanged")
         else:
             handoff.learned = _Learned(recipe, inputs.dims, inputs.table)
+
+    def _miss(self, handoff: _Handoff) -> None:
+        """Say that a projection does not seem to belong to the module (one call may come first)."""
+        handoff.missing += 1
+        if handoff.missing == 2:
+            warn_once(
+                f"{self.where}: {handoff.name} handed off by {handoff.module}: that module has not "
+                f"run before the second call, so {handoff.name} is exchanged synchronously; pass "
+                f"the module that {handoff.name} comes from"
+            )
 
     def _give_up(self, handoff: _Handoff, reason: str) -> None:
         handoff.disarm()

@@ -137,6 +137,8 @@ class AsyncContextParallel(ContextParallel):
             return module
         boundary = boundary_of(module)
         assert isinstance(boundary, AsyncBoundary), "just applied"
+        if boundary.plan.cp_size == 1:
+            return module  # nothing is exchanged
         for name, projection in projections.items():
             assert projection is not None, "none is missing"
             if name == "q" and boundary.plan.mode == "colossal":

@@ -226,10 +226,13 @@ class Lane:
 
     def tidy(self) -> None:
         """Finish the work of outputs that nobody holds any more, and of those long overdue."""
-        young = self.items[1 - IN_FLIGHT :]
-        for item in [item for item in self.items if item not in young or not item.is_alive()]:
-            self.items.remove(item)
-            item.drop()
+        latest = list(self.sent)[1 - IN_FLIGHT :]
+        learning = [item for item in self.items if item.handle is None][1 - IN_FLIGHT :]
+        for item in list(self.items):
+            is_young = item in (learning if item.handle is None else latest)
+            if not is_young or not item.is_alive():
+                self.items.remove(item)
+                item.drop()
 
     def is_wasteful(self) -> bool:
         """Whether what was launched has failed to reach the core more than once."""

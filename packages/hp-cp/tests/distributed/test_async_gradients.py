@@ -122,7 +122,7 @@ RUNS = [
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__[1:])
 @pytest.mark.parametrize("case", [EACH[0].but(layout="BNSD"), *EACH[1:]], ids=str)
 def test_every_user_of_a_projection_output_gets_its_gradient(case: Case, run: Run) -> None:
-    """Behaviour 29, U1, U2, U3: second consumers, autograd.grad, retain_grad, hooks, no attention."""
+    """Behaviour 29, U1-U3: second consumers, autograd.grad, retain_grad, hooks, no attention."""
 
     def on(rank: int) -> None:
         assert_overlaps(compare_steps(rank, case, run).boundary)
