@@ -102,7 +102,7 @@ def _check(case: Case, name: str, change: Callable[[Tensor], Tensor], first: int
             rank,
             case,
             build=lambda: Attention(case, _from_call(first, name, change)),
-            shapes=[[(2, 24)]] * 5,
+            shapes=[[(2, 8)]] * 5,
         )
         assert disarmed(seen.boundary) == name
         assert_idle(seen.boundary)
