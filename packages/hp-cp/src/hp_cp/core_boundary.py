@@ -140,6 +140,7 @@ class CPBoundary(Boundary[Call]):
             is_local=self.style.use_local_input,
             is_balanced=self.plan.load_balance,
             where=self.where,
+            head_axis=mesh.ndim - 1 if self.plan.ulysses_degree > 1 else None,
         )
 
     def _length(self, inputs: Inputs) -> int:

@@ -192,14 +192,12 @@ def _align(view: View, name: str, plain: Tensor, anchor: DTensor) -> DTensor:
         elif size in (1, whole):
             chosen = []
         else:
+            # a caller cuts rows (this rank's are known) or has TP's heads; heads that CP cuts are
+            # never its own, and with expanded KV heads their number may look like all of them
             foreign = [axis for axis in axes if axis not in view.cp_axes]
+            known = [foreign] if view.head_axis in axes else [foreign, axes]
             chosen = next(
-                (
-                    some
-                    for some in (foreign, axes)
-                    if some and size * _product(view.mesh, some) == whole
-                ),
-                [],
+                (some for some in known if some and size * _product(view.mesh, some) == whole), []
             )
         for axis in chosen:
             placements[axis] = Shard(dim)

@@ -101,6 +101,7 @@ class View(TorchFunctionMode):
         query_placements: Placements of q on ``mesh``.
         heads: Half-open range of query heads of this rank, of those that its TP rank has.
         num_heads: Number of query heads that its TP rank has.
+        head_axis: The CP axis of ``mesh`` that the heads are cut over; None if there is none.
         head_group: Which of how many groups of heads this call computes, where the module is called
             group by group.
         is_local: Whether the module is handed plain local tensors (``use_local_input``).
@@ -118,6 +119,7 @@ class View(TorchFunctionMode):
     is_local: bool
     is_balanced: bool
     where: str
+    head_axis: int | None = None
     head_group: tuple[int, int] = (0, 1)
     frame: FrameType | None = field(default=None, repr=False)
 
@@ -246,7 +248,7 @@ class View(TorchFunctionMode):
         try:
             with without_communication() if self.is_balanced else nullcontext():
                 return func(*args, **kwargs)
-        except (NotImplementedError, RuntimeError) as error:
+        except (AssertionError, NotImplementedError, RuntimeError) as error:
             if "mplicit redistribution" in str(error):
                 raise self._order_error(func) from error
             if not _is_missing_rule(error):
@@ -267,8 +269,8 @@ def _is_missing_rule(error: Exception) -> bool:
             "sharding strategy",
             "Sharding propagation failed",
             "mixed torch.Tensor and DTensor",
-            "redistribute from",
             "redistribute",
+            "Redistribution from",
         )
     )
 
