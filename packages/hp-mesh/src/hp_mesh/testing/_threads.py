@@ -15,6 +15,7 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,6 +70,7 @@ def _tell_meshes_of_threads_apart() -> None:
         if token is not None:
             self._thread_id = token
             self._hash = None
+            _here.meshes.append(weakref.ref(self))
 
     DeviceMesh.__init__ = build_and_mark  # type: ignore[method-assign]
 
@@ -155,6 +157,7 @@ class RankThreads:
             call, fn, args, kwargs = item
             del item
             _here.token = next(_tokens)
+            _here.meshes = getattr(_here, "meshes", [])
             outcome = Outcome.of(functools.partial(_fresh_call, fn, rank, *args, **kwargs))
             del fn, args, kwargs
             self._done.put((call, rank, outcome))
@@ -175,6 +178,11 @@ def _fresh_call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     returned from it, and a closed socket fails the peers that still use it.
     """
     world = distributed_c10d._world
+    for reference in _here.meshes:
+        mesh = reference()
+        if mesh is not None:  # DTensor's caches keep meshes, and a mesh its groups
+            mesh._pg_registry.clear()
+    _here.meshes = []
     for group in [group for group in world.pg_map if group is not world.default_pg]:
         dist.destroy_process_group(group)
     torch.set_grad_enabled(True)
