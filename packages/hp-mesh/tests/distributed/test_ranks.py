@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -218,3 +219,21 @@ def test_processes_report_errors_and_recover() -> None:
 def test_processes_refuse_a_function_that_cannot_be_found_again() -> None:
     with pytest.raises(ValueError, match="must be a function at the top level of a file"):
         ranks(2, backend="processes").run(lambda rank: rank)
+
+
+def test_groups_of_earlier_calls_are_freed_though_dtensor_keeps_their_meshes() -> None:
+    """A session of a thousand tests must not end with a thousand gloo groups and their threads."""
+
+    def use_a_new_mesh(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        x = DTensor.from_local(randn(3, 4), mesh, [Shard(0), Replicate()], run_check=False)
+        (x * 2).sum()
+
+    def threads_after(calls: int) -> int:
+        for _ in range(calls):
+            ranks(4).run(use_a_new_mesh)
+        return len(os.listdir("/proc/self/task"))
+
+    if not os.path.isdir("/proc/self/task"):
+        pytest.skip("threads are counted in /proc, which this system has not")
+    assert threads_after(6) <= threads_after(2)
