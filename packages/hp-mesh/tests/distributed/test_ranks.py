@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -232,8 +232,9 @@ def test_groups_of_earlier_calls_are_freed_though_dtensor_keeps_their_meshes() -
     def threads_after(calls: int) -> int:
         for _ in range(calls):
             ranks(4).run(use_a_new_mesh)
-        return len(os.listdir("/proc/self/task"))
+        return len(list(tasks.iterdir()))
 
-    if not os.path.isdir("/proc/self/task"):
+    tasks = Path("/proc/self/task")
+    if not tasks.is_dir():
         pytest.skip("threads are counted in /proc, which this system has not")
     assert threads_after(6) <= threads_after(2)
