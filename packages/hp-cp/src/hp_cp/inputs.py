@@ -15,6 +15,7 @@ from hp_cp.plan import HeadTable, Plan, resolve_dims
 from hp_mesh.arguments import Slot, find_slots, read_slots
 from hp_mesh.checks import require
 from hp_mesh.placement import TensorLayout, read_layout
+from hp_mesh.view import current_view
 
 if TYPE_CHECKING:
     from hp_cp.style import ContextParallel
@@ -84,6 +85,14 @@ def read_inputs(
         where=where,
     )
     tensors: list[Tensor] = read_slots(args, kwargs, slots)
+    outer = current_view()
+    require(
+        outer is None or not outer.is_local,
+        where,
+        "this module is called inside another one with use_local_input=True, whose plain tensors "
+        "do not say what they are shards of; only one of the two must have a style",
+        "apply the style to one of the two modules",
+    )
     ndim = tensors[0].ndim
     require(
         all(x.ndim == ndim for x in tensors),

@@ -97,14 +97,24 @@ class ContextParallel(BoundaryStyle):
             seq_dim=seq_dim,
             head_dim=head_dim,
         )
-        for name, value in (("qkv_indices", qkv_indices), ("qkv_kwarg_names", qkv_kwarg_names)):
-            allowed = (3,) if name == "qkv_indices" else (0, 3)
+        for name, value, lengths in (
+            ("qkv_indices", qkv_indices, (3,)),
+            ("qkv_kwarg_names", qkv_kwarg_names, (0, 3)),
+        ):
             require(
-                not isinstance(value, str) and len(value) in allowed,
+                isinstance(value, (list, tuple))
+                and len(value) in lengths
+                and len(set(value)) == len(value),
                 where,
-                f"{name} ({value!r}) must name q, k and v, in this order",
-                "give three of them",
+                f"{name} ({value!r}) must name q, k and v, three different ones in this order",
+                f"for example {name}={(0, 1, 2) if name == 'qkv_indices' else ('q', 'k', 'v')}",
             )
+        require(
+            outputs is None or isinstance(outputs, (list, tuple)),
+            where,
+            f"outputs ({outputs!r}) must be a list of positions or keys",
+            "for example outputs=(0,)",
+        )
         self.seq_dim = seq_dim
         self.head_dim = head_dim
         self.ulysses_degree = ulysses_degree

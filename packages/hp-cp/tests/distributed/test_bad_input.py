@@ -353,3 +353,44 @@ def test_an_exception_inside_attention_leaves_nothing_behind(
         compare(rank, case, core)
 
     ranks(case.P).run(on)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"qkv_indices": (0, 0, 1)}, r"qkv_indices \(\(0, 0, 1\)\) must name q, k and v, three"),
+        ({"qkv_indices": 3}, r"qkv_indices \(3\) must name q, k and v"),
+        ({"qkv_kwarg_names": ("q", "k", "k")}, r"qkv_kwarg_names .* three different ones"),
+        ({"qkv_kwarg_names": "qkv"}, r"qkv_kwarg_names \('qkv'\) must name q, k and v"),
+        ({"outputs": 0}, r"outputs \(0\) must be a list of positions or keys"),
+    ],
+)
+def test_arguments_that_name_no_three_tensors_are_refused_at_construction(
+    options: dict[str, Any], message: str
+) -> None:
+    """One tensor for two of the three would be exchanged and handed over as one."""
+    with pytest.raises(ValueError, match=message):
+        ContextParallel(**options)
+
+
+def test_a_style_inside_a_module_with_local_input_is_refused() -> None:
+    """A plan that hits a module and its child: the inner one cannot know what it holds."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.core = Sdpa()
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = self.core(q, k, v)
+            return out
+
+    def run(rank: int) -> None:
+        case = Case(P=2)
+        outer = Outer()
+        case.style(use_local_input=True).apply(outer, case.mesh())
+        case.style().apply(outer.core, case.mesh())
+        with pytest.raises(ValueError, match="inside another one with use_local_input"):
+            outer(*(case.local(x, rank) for x in case.qkv()))
+
+    ranks(2).run(run)
