@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from hp_mesh._torch import from_local
 from hp_mesh.arguments import map_outputs, replace_slots
 from hp_mesh.boundary import Boundary, Entry, inner_hooks
 from hp_mesh.checks import fail, require
-from hp_mesh.mesh import flatten_mesh, split_cp_mesh
+from hp_mesh.mesh import flatten_mesh, require_ascending, split_cp_mesh
 from hp_mesh.placement import compose
 from hp_mesh.view import View
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from hp_cp.style import ContextParallel
 
 __all__ = ["CPBoundary", "Call"]
+
+_applied: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""How many boundaries each CP group has: ranks that are in different modules must not be paired."""
 
 
 @dataclass
@@ -51,6 +55,7 @@ class CPBoundary(Boundary[Call]):
         plan: Its resolved degrees on this mesh.
         cp_mesh: Mesh of the CP axes inside: 1-D, or ``("co", "ds")`` for Hybrid.
         rank: CP rank.
+        identity: What tells the ranks that they are in the same call.
     """
 
     def __init__(self, style: ContextParallel, plan: Plan, device_mesh: DeviceMesh) -> None:
@@ -60,6 +65,12 @@ class CPBoundary(Boundary[Call]):
         flat = flatten_mesh(device_mesh)
         self.group = flat.get_group()
         self.rank = flat.get_local_rank()
+        require_ascending(self.where, flat)
+        ordinal = _applied[self.group] = _applied.get(self.group, 0) + 1
+        self.identity = {
+            "module": f"number {ordinal} that a style was applied to",
+            "style": f"{style!r}, head_groups={style.head_groups}",
+        }
         if plan.mode == "hybrid":
             self.cp_mesh = split_cp_mesh(device_mesh, plan.ulysses_degree)
         else:
@@ -170,7 +181,7 @@ class CPBoundary(Boundary[Call]):
         preflight(
             self.group,
             self.where,
-            {} if inputs is None else inputs.signature(),
+            {} if inputs is None else {**self.identity, **inputs.signature()},
             error=error,
             call_index=self.next_call_index(),
             way_out=lambda differing: advise(self.plan, differing),

@@ -109,7 +109,8 @@ def _local_sdpa(
             where=where,
             **given,
         )
-    if given["is_causal"] and rows != keys:
+    # rows of the window with other keys than its own: torch's flag would start at the wrong row
+    if given["is_causal"] and (rows != keys or rows == window.query_length):
         raise fail(
             where,
             f"is_causal=True on {rows} query rows and {keys} keys must be the rows "

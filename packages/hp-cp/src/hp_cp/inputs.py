@@ -157,6 +157,10 @@ def advise(plan: Plan, differing: Mapping[str, Sequence[str]]) -> str:
     if not lengths or not all(length.isdigit() for length in lengths):
         return ""  # alike, or some ranks are in another call
     total = sum(map(int, lengths))
+    if plan.next_length(total) == total:
+        return (
+            f"if these are the shards of one sequence of {total}, cut it evenly with shard_sequence"
+        )
     return (
         f"if these are the shards of one sequence of {total}, pad it to "
         f"{plan.next_length(total)} with pad_sequence before it is cut"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from hp_mesh._torch import redistribute
 from hp_mesh.checks import fail, require
 from hp_mesh.placement import normalize_dim
 from hp_mesh.view import View
@@ -44,8 +45,7 @@ class OutputDims:
     def take(self, output: Tensor, view: View) -> Tensor:
         """Return this rank's part of ``output`` as a plain tensor."""
         if isinstance(output, DTensor):
-            if tuple(output.placements) != self.target:
-                output = output.redistribute(view.mesh, self.target)
+            output = redistribute(output, self.target)
             return output.to_local(grad_placements=self.target)
         for dim, start, length in self.cuts:
             output = output.narrow(dim, start, length)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from hp_cp.attention import dropout_seed
+from hp_mesh._torch import redistribute
 from hp_mesh.checks import fail
 from hp_mesh.plain import share_of_replicated
 from hp_mesh.view import View
@@ -77,8 +78,7 @@ def _grads(view: View, target: Sequence[Placement], q: DTensor) -> list[Placemen
 
 
 def _as_placed(view: View, tensor: DTensor, target: Sequence[Placement], q: DTensor) -> Tensor:
-    if tuple(target) != tuple(tensor.placements):
-        tensor = tensor.redistribute(view.mesh, list(target))
+    tensor = redistribute(tensor, target)
     return tensor.to_local(grad_placements=_grads(view, target, q))
 
 
@@ -125,6 +125,15 @@ def local_mask(view: View, mask: Tensor | None, q: DTensor, head_dim: int | None
         return _as_placed(view, mask, target, q)
     if mask is None or mask.ndim < 3 or head_dim is None:
         return mask
+    if mask.requires_grad and any(
+        isinstance(p, Shard) for axis, p in enumerate(q.placements) if axis not in view.cp_axes
+    ):
+        raise fail(
+            f"{view.where}: attn_mask",
+            f"a plain mask {list(mask.shape)} that requires grad must not meet q that is cut over "
+            "axes other than CP: each of their ranks would keep a part of its gradient",
+            "make it a DTensor on the tensor-parallel mesh, or add it to the scores yourself",
+        )
     size = q.size(head_dim)
     group, groups = view.head_group
     if groups > 1 and mask.size(-3) == groups * size:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from hp_cp import ContextParallel, attention_window
 from hp_mesh.testing import count_collectives, ranks
@@ -392,5 +394,66 @@ def test_a_style_inside_a_module_with_local_input_is_refused() -> None:
         case.style().apply(outer.core, case.mesh())
         with pytest.raises(ValueError, match="inside another one with use_local_input"):
             outer(*(case.local(x, rank) for x in case.qkv()))
+
+    ranks(2).run(run)
+
+
+@pytest.mark.parametrize("fault", ["skipped", "other order", "degree", "balance", "groups"])
+def test_ranks_in_different_calls_or_styles_are_not_paired(fault: str) -> None:
+    """Equal shapes would be exchanged without a word; the error names what differs, everywhere."""
+
+    def run(rank: int) -> str:
+        case = Case(P=2, degree=1) if fault == "balance" else Case(P=2)
+        mesh, odd = case.mesh(), rank == 1
+        styles = [case.style(), case.style()]
+        if odd and fault == "degree":
+            styles[0] = case.but(degree=1).style()
+        if odd and fault == "balance":
+            styles[0] = case.but(load_balance=True).style()
+        if odd and fault == "groups":
+            styles[0] = case.but(head_groups=2).style()
+        first, second = (style.apply(Sdpa(), mesh) for style in styles)
+        shards = [case.local(x, rank) for x in case.qkv()]
+        other = odd and fault in ("skipped", "other order")
+        with pytest.raises(ValueError, match="must be the same on all ranks") as caught:
+            (second if other else first)(*shards)
+        (first if other else second)(*shards) if fault == "other order" else None
+        return str(caught.value)
+
+    if fault == "other order":  # both calls differ: the second is refused as well
+        errors = ranks(2).errors(run, timeout=30.0)
+        assert all("must be the same on all ranks" in str(error) for error in errors)
+        return
+    first, second = ranks(2).run(run)
+    assert first == second
+    assert ("module" if fault == "skipped" else "style") in first
+
+
+def test_causal_attention_over_fewer_keys_than_the_window_is_refused() -> None:
+    """With local input, keys shortened to the number of rows would hide where the rows begin."""
+
+    class Shortened(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return out.transpose(1, 2)
+
+    def run(rank: int) -> None:
+        case = Case(P=2, degree=1, HK=12)
+        core = case.style(use_local_input=True).apply(Shortened(), case.mesh())
+        with pytest.raises(ValueError, match="must be the rows"):
+            core(*(case.local(x, rank) for x in case.qkv()))
+
+    ranks(2).run(run)
+
+
+def test_a_mesh_whose_ranks_do_not_ascend_is_refused() -> None:
+    """B16: a group numbers its ranks in ascending order, so shards and ranks would disagree."""
+
+    def run(rank: int) -> None:
+        mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=("cp",))
+        with pytest.raises(ValueError, match="must ascend"):
+            ContextParallel(ulysses_degree=1).apply(Sdpa(), mesh)
 
     ranks(2).run(run)

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from hp_cp import init_device_mesh
-from hp_mesh.testing import assert_close, count_collectives, ranks
+from hp_mesh.testing import assert_close, count_collectives, randn, ranks
 
 from ._compare import Case, reference
 from ._cores import Eager, Sdpa
@@ -185,3 +187,67 @@ def test_heads_that_tp_leaves_too_few_are_refused_with_both_sizes() -> None:
             case.style().apply(Sdpa(), root["cp"])(fed, fed, fed)
 
     ranks(8).run(on)
+
+
+class _Slopes(nn.Module):
+    """ALiBi as a plain parameter with an entry for each head, added to the scores or as a mask."""
+
+    def __init__(self, heads: int, *, as_mask: bool) -> None:
+        super().__init__()
+        self.slopes = nn.Parameter(randn(heads, 1, 1, seed=7))
+        self.as_mask = as_mask
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        bias = self.slopes * torch.arange(k.shape[2], dtype=q.dtype)
+        if self.as_mask:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        else:
+            out = (q @ k.transpose(-1, -2) + bias).softmax(-1) @ v
+        return out.transpose(1, 2)
+
+
+@pytest.mark.parametrize("case", MODES, ids=str)
+@pytest.mark.parametrize("order", [("cp", "tp"), ("tp", "cp")], ids="-".join)
+def test_a_plain_parameter_has_its_whole_gradient_on_every_tp_rank(
+    case: Case, order: tuple[str, str]
+) -> None:
+    """Over CP a share, which the FSDP mesh sums; over TP the whole, so that replicas stay alike."""
+    case = case.but(HK=case.H)
+
+    def run(rank: int) -> None:
+        root = _root(case, order)
+        cp, tp = root.get_local_rank("cp"), root.get_local_rank("tp")
+        whole = case.qkv()
+        core = _Slopes(case.H, as_mask=False)
+        core(*whole).backward(case.upstream())
+        module = case.style().apply(_Slopes(case.H, as_mask=False), root["cp"])
+        fed = [
+            DTensor.from_local(
+                case.local(x.chunk(TP, 2)[tp], cp), root["tp"], [Shard(2)], run_check=False
+            )
+            for x in whole
+        ]
+        module(*fed).to_local().backward(case.local(case.upstream().chunk(TP, 2)[tp], cp))
+        share = module.slopes.grad.clone()
+        dist.all_reduce(share, group=root["cp"].get_group())
+        assert_close(share, core.slopes.grad, kind="grad")
+
+    ranks(case.P * TP).run(run)
+
+
+def test_a_plain_mask_that_is_trained_is_refused_under_tp() -> None:
+    """Its gradient would be a part on each TP rank, and the replicas would drift apart."""
+
+    def run(rank: int) -> None:
+        case = MODES[0]
+        root = _root(case, ("cp", "tp"))
+        module = case.style().apply(_Slopes(case.H, as_mask=True), root["cp"])
+        fed = [
+            DTensor.from_local(x[:, : case.S // 2, :4], root["tp"], [Shard(2)], run_check=False)
+            for x in case.but(HK=case.H).qkv()
+        ]
+        with pytest.raises(ValueError, match="that requires grad must not meet q that is cut"):
+            module(*fed)
+
+    ranks(4).run(run)

@@ -156,39 +156,63 @@ class _FromLocal(torch.autograd.Function):
         return partial_share(grad, ctx.grad_placements), None, None, None
 
 
+def redistribute(tensor: DTensor, target: Sequence[Placement]) -> DTensor:
+    """Redistribute axis by axis, shards undone from the right.
+
+    Several axes at once make DTensor (2.13) flatten them by slicing the mesh by name, which fails
+    where their order is not that of the root mesh (TP stands left of CP inside the boundary).
+    """
+    present = list(tensor.placements)
+    axes = [axis for axis, want in enumerate(target) if present[axis] != want]
+    shards = [axis for axis in axes if isinstance(present[axis], Shard)]
+    for axis in (*reversed(shards), *(axis for axis in axes if axis not in shards)):
+        present[axis] = target[axis]
+        tensor = tensor.redistribute(tensor.device_mesh, present)
+    return tensor
+
+
 def partial_share(grad: DTensor, wanted: Sequence[Placement]) -> Tensor:
     """Return the local tensor of ``grad`` as ``wanted``, without communication on partial axes.
 
     Where ``Partial()`` is wanted, any placement is a share of the sum: a partial one as it is, a
     shard with zeros around it, a replicated one on the first rank and zeros on the others.
     """
-    mesh = grad.device_mesh
-    target: list[Placement] = []
-    for axis, (present, want) in enumerate(zip(grad.placements, wanted, strict=True)):
-        keeps = want.is_partial() and (
-            present.is_replicate() or present == Partial() or type(present) is Shard
+    mesh, present = grad.device_mesh, list(grad.placements)
+    # zeros can be put around a shard only if no axis to its right cuts its dim and stays
+    padded_axes = {
+        axis
+        for axis, placement in enumerate(present)
+        if type(placement) is Shard
+        and wanted[axis].is_partial()
+        and not any(
+            other.is_shard(placement.dim) and not want.is_partial()
+            for other, want in zip(present[axis + 1 :], wanted[axis + 1 :], strict=True)
         )
-        if type(present) is Shard and want.is_partial():
-            # zeros can be put around it only if no later axis cuts its dim again
-            keeps = not any(p.is_shard(present.dim) for p in wanted[axis + 1 :])
-        target.append(present if keeps else Replicate() if want.is_partial() else want)
-    if target != list(grad.placements):
-        grad = grad.redistribute(mesh, target)
-    local = grad._local_tensor
-    whole = [Replicate() if want.is_partial() else want for want in wanted]
-    if any(isinstance(p, Shard) and w.is_replicate() for p, w in zip(target, whole, strict=True)):
-        shape, outer = shard_offset(grad.shape, mesh, whole)
-        _, inner = shard_offset(grad.shape, mesh, target)
-        padded = local.new_zeros(shape)
+    }
+    if padded_axes:
+        around = [Replicate() if axis in padded_axes else p for axis, p in enumerate(present)]
+        shape, outer = shard_offset(grad.shape, mesh, around)
+        _, inner = shard_offset(grad.shape, mesh, present)
+        padded = grad._local_tensor.new_zeros(shape)
         part = padded
         for dim, (start, base) in enumerate(zip(inner, outer, strict=True)):
-            part = part.narrow(dim, start - base, local.size(dim))
-        part.copy_(local)
-        local = padded
+            part = part.narrow(dim, start - base, grad._local_tensor.size(dim))
+        part.copy_(grad._local_tensor)
+        present = [Partial() if axis in padded_axes else p for axis, p in enumerate(present)]
+        grad = wrap_detached(padded, mesh, present, False)
+    target = [
+        want
+        if not want.is_partial()
+        else now
+        if now.is_replicate() or now == Partial()
+        else Replicate()
+        for now, want in zip(present, wanted, strict=True)
+    ]
+    local = redistribute(grad, target)._local_tensor
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "backward runs on ranks of the mesh"
-    for axis, (present, want) in enumerate(zip(target, wanted, strict=True)):
-        if want.is_partial() and present.is_replicate() and coordinate[axis] != 0:
+    for axis, (now, want) in enumerate(zip(target, wanted, strict=True)):
+        if want.is_partial() and now.is_replicate() and coordinate[axis] != 0:
             local = torch.zeros_like(local)
     return local
 

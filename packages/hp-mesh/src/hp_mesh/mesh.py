@@ -187,7 +187,7 @@ def flatten_mesh(mesh: DeviceMesh, mesh_dim_name: str | None = None) -> DeviceMe
         f"mesh_dim_name ({name!r}) must not be the name of another axis ({', '.join(taken)})",
         "choose another name",
     )
-    _require_ascending("flatten_mesh", mesh)
+    require_ascending("flatten_mesh", mesh)
     flat = flatten_axes(mesh, name)
     cache[key] = _adopt(flat) if isinstance(root_mesh(mesh), Mesh) else flat
     return flat
@@ -224,7 +224,7 @@ def split_cp_mesh(mesh: DeviceMesh, ulysses_degree: int) -> DeviceMesh:
     colossal = require_divisible(where, "cp_size", mesh.size(), "ulysses_degree", degree)
     cache, key = mesh_cache(mesh), ("split", mesh_key(mesh), degree)
     if key not in cache:
-        _require_ascending(where, mesh)
+        require_ascending(where, mesh)
         named = mesh if mesh.mesh_dim_names else rename_axes(mesh, ("cp",))
         split = split_axis(named, (colossal, degree), CP_AXES)
         cache[key] = _adopt(split) if isinstance(root_mesh(mesh), Mesh) else split
@@ -256,11 +256,11 @@ def _as_split(mesh: DeviceMesh, degree: int) -> DeviceMesh:
         if mesh.size() % degree == 0
         else f"use ulysses_degree={shape[1]}",
     )
-    _require_ascending(where, mesh)
+    require_ascending(where, mesh)
     return mesh
 
 
-def _require_ascending(where: str, mesh: DeviceMesh) -> None:
+def require_ascending(where: str, mesh: DeviceMesh) -> None:
     """Refuse orders that groups can't have; looks at every replica, so all ranks raise alike."""
     for replica in mesh_replicas(mesh).flatten(1).tolist():
         require(

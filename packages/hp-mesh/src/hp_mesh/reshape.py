@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from hp_mesh._torch import local_shard, wrap_detached
+from hp_mesh._torch import local_shard, redistribute, wrap_detached
 from hp_mesh.plain import enter_view
 
 if TYPE_CHECKING:
@@ -95,8 +95,7 @@ class _Reshape(torch.autograd.Function):
             present if present.is_partial() else after
             for present, after in zip(grad.placements, ctx.after, strict=True)
         ]
-        if target != list(grad.placements):
-            grad = grad.redistribute(grad.device_mesh, target)
+        grad = redistribute(grad, target)
         placements = [
             present if present.is_partial() else before
             for present, before in zip(target, ctx.before, strict=True)
