@@ -89,6 +89,13 @@ def demo(session: nox.Session) -> None:
     session.run(workspace(session), *args, external=True, env=RANKS_ENV)
 
 
+@nox.session(venv_backend="none", default=False)
+def bench_overlap(session: nox.Session) -> None:
+    """Measure what communication stays exposed between two hosts with a slow link; needs root."""
+    args = ("benchmarks/two_hosts/run.py", *session.posargs)
+    session.run(workspace(session), *args, external=True, env=RANKS_ENV)
+
+
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """Run the tests of all packages and those that span packages; arguments go to pytest."""
