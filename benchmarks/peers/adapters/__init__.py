@@ -1,0 +1,1 @@
+"""How each library is called; one file a library, imported only where it is built."""

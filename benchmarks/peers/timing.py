@@ -1,0 +1,101 @@
+"""Rounds: each times the oracle, the bare wire and every contender, in an order that rotates."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hp_mesh.testing import randn
+from peers.adapters.registry import build, find
+from peers.cases import Case, rotated
+from peers.contender import Attention
+from peers.formulas import exchange_elements
+from peers.kernel import attention
+from peers.oracle import Shard, shard
+
+__all__ = ["ORACLE", "WIRE", "time_rounds"]
+
+ORACLE = "oracle"
+WIRE = "wire"
+
+Step = Callable[[], float]
+"""Runs once; returns the seconds of its forward part."""
+
+
+def time_rounds(
+    rank: int, case: Case, names: Sequence[str], rounds: int
+) -> dict[str, list[list[float]]]:
+    """Return ``{name: [[wall, forward wall, main thread's CPU], ...]}`` in seconds, by round."""
+    rows = shard(case, rank)
+    steps: dict[str, tuple[Step, str]] = {
+        ORACLE: (_step(_oracle(case), _oracle_shard(case, rank)), "first"),
+        WIRE: (_wire(case), "first"),
+    }
+    for name in names:
+        steps[name] = (_step(build(name, case), rows), find(name).preflight)
+    for step, preflight in steps.values():
+        os.environ["HP_PREFLIGHT"] = preflight
+        step()
+    times: dict[str, list[list[float]]] = {name: [] for name in steps}
+    for number in range(rounds):
+        gc.collect()
+        gc.disable()  # a collection belongs to no contender
+        for name in rotated(list(steps), number):
+            step, os.environ["HP_PREFLIGHT"] = steps[name]
+            dist.barrier()
+            cpu, start = time.thread_time(), time.perf_counter()
+            forward = step()
+            times[name].append([time.perf_counter() - start, forward, time.thread_time() - cpu])
+        gc.enable()
+    return times
+
+
+def _step(attention_of: Attention, rows: Shard) -> Step:
+    def run() -> float:
+        rows.clear()
+        start = time.perf_counter()
+        output = attention_of(*rows.inputs)
+        forward = time.perf_counter() - start
+        torch.autograd.backward(output, rows.upstream)
+        return forward
+
+    return run
+
+
+def _oracle(case: Case) -> Attention:
+    return lambda q, k, v: attention(q, k, v, causal=case.causal)
+
+
+def _oracle_shard(case: Case, rank: int) -> Shard:
+    """Return what the attention of a Ulysses rank gets: all rows of its share of the heads."""
+    heads = case.heads // case.ranks
+    kv_heads = max(case.kv_heads // case.ranks, 1)
+
+    def drawn(heads: int, seed: int) -> Tensor:
+        shape = (case.batch, case.seq, heads, case.head_size)
+        return randn(*shape, seed=seed + 10 * rank, dtype=torch.float32)
+
+    q, k, v = (drawn(h, i).requires_grad_() for i, h in enumerate((heads, kv_heads, kv_heads)))
+    return Shard((q, k, v), drawn(heads, 3))
+
+
+def _wire(case: Case) -> Step:
+    """Return the least that Ulysses must send, two all-to-alls each way, and nothing else."""
+    buffers = [(torch.ones(elements), torch.ones(elements)) for elements in exchange_elements(case)]
+
+    def run() -> float:
+        start = time.perf_counter()
+        for received, sent in buffers:
+            dist.all_to_all_single(received, sent)
+        forward = time.perf_counter() - start
+        for received, sent in reversed(buffers):
+            dist.all_to_all_single(received, sent)
+        return forward
+
+    return run
