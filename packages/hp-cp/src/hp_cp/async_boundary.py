@@ -329,6 +329,7 @@ class AsyncBoundary(CPBoundary):
     def _wait_for_rows(self, xs: dict[str, Tensor], inputs: Inputs) -> None:
         """Colossal: gather what was not sent ahead, then wait for what was."""
         assert self.colossal_group is not None, "one rank has no handoffs"
+        self.keep_shards(inputs, xs["k"], xs["v"])
         late = [name for name in ("k", "v") if name not in inputs.claimed]
         if late:
             rows = gather_seq(
@@ -358,6 +359,7 @@ class AsyncBoundary(CPBoundary):
             return
         for name in [name for name in ("k", "v") if name in inputs.claimed]:
             xs[name] = inputs.claimed[name].wait()
+        self.keep_shards(inputs, xs["k"], xs["v"])
         # the gather runs while q is still on its way
         rows = gather_seq((xs["k"], xs["v"]), self.colossal_group, seq_dim=seq_dim, async_op=True)
         if "q" in inputs.claimed:

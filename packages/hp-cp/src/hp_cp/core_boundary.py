@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hp_comm import exchange_head_tail, gather_seq, head_to_seq, preflight, seq_to_head
 from hp_cp.inputs import LABELS, Inputs, advise, read_inputs
+from hp_cp.kv_refetch import GatheredKV, Recorder, may_forget
 from hp_cp.output import OutputDims, output_dims
 from hp_cp.plan import Plan
 from hp_mesh._torch import from_local
-from hp_mesh.arguments import map_outputs, replace_slots
+from hp_mesh.arguments import map_outputs, read_slots, replace_slots
 from hp_mesh.boundary import Boundary, Entry, inner_hooks
 from hp_mesh.checks import fail, require
 from hp_mesh.mesh import flatten_mesh, require_ascending, split_cp_mesh
@@ -41,10 +42,12 @@ class Call(Entry):
     Attributes:
         inputs: q, k and v as they came; the output is laid out as q was.
         tail: Second half of the work under load balance: q of the mirror rank's tail.
+        recorder: Under ``keep_kv=False``, what keeps K and V out of the graph.
     """
 
     inputs: Inputs
     tail: Tensor | None = None
+    recorder: Recorder | None = None
 
 
 class CPBoundary(Boundary[Call]):
@@ -69,7 +72,7 @@ class CPBoundary(Boundary[Call]):
         ordinal = _applied[self.group] = _applied.get(self.group, 0) + 1
         self.identity = {
             "module": f"number {ordinal} that a style was applied to",
-            "style": f"{style!r}, head_groups={style.head_groups}",
+            "style": f"{style!r}, head_groups={style.head_groups}, keep_kv={style.keep_kv}",
         }
         if plan.mode == "hybrid":
             self.cp_mesh = split_cp_mesh(device_mesh, plan.ulysses_degree)
@@ -102,10 +105,26 @@ class CPBoundary(Boundary[Call]):
         args, kwargs = self._hand_over(args, kwargs, inputs, view, (q, k, v))
         if tail is not None:
             tail = self._wrap(tail, 0, inputs, view)
-        return Call(args, kwargs, view, inputs, tail)
+        call = Call(args, kwargs, view, inputs, tail)
+        self._forget(call, inputs, (k, v), args, kwargs)
+        return call
 
     def leave(self, module: nn.Module, entry: Call, output: Any) -> Any:
         """Send the declared outputs back and lay them out as q was."""
+        try:
+            result = self._leave(module, entry, output)
+            if entry.recorder is not None:
+                entry.recorder.launch_with(result)
+            return result
+        finally:
+            self.abandon(entry)
+
+    def abandon(self, entry: Call) -> None:
+        """Take the hooks on saved tensors off this thread."""
+        if entry.recorder is not None:
+            entry.recorder.close()
+
+    def _leave(self, module: nn.Module, entry: Call, output: Any) -> Any:
         if entry.tail is None:
             return self._map(entry, output, lambda x: self._restore(entry, *self._return(entry, x)))
         heads: list[tuple[Tensor, OutputDims]] = []
@@ -210,18 +229,65 @@ class CPBoundary(Boundary[Call]):
                 heads=(None, kv_heads, kv_heads),
             )
         if self.colossal_group is not None:
+            self.keep_shards(inputs, k, v)
             k, v = gather_seq((k, v), self.colossal_group, seq_dim=seq_dim)
         return self.expand(q, k, v, inputs)
+
+    def keep_shards(self, inputs: Inputs, k: Tensor, v: Tensor) -> None:
+        """Under ``keep_kv=False``, remember what is about to be gathered."""
+        if not self.style.keep_kv:
+            inputs.shards = (k.detach(), v.detach())
+
+    def _forget(
+        self,
+        call: Call,
+        inputs: Inputs,
+        gathered: Sequence[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Under ``keep_kv=False``, keep ``gathered`` (K, V) out of the graph that follows."""
+        if inputs.shards is None or self.colossal_group is None:
+            return
+        recorder = call.recorder
+        if recorder is None:
+            if not may_forget():
+                return
+            recorder = Recorder(call.view)
+        alone = self.plan.mode == "colossal" and not self.plan.load_balance
+        # a DTensor's local tensor does not count the changes of the DTensor
+        outside = () if self.ulysses_group is not None else inputs.tensors[1:]
+        source = GatheredKV(
+            self.where,
+            self.colossal_group,
+            inputs.shards,
+            [x for x in outside if isinstance(x, DTensor)],
+            gathered,
+            seq_dim=inputs.dims[0],
+            head_dim=inputs.dims[1],
+            index=self._kv_index(inputs),
+            overlap=not alone or self.style.head_groups > 1,
+        )
+        recorder.watch(source, gathered, read_slots(args, kwargs, inputs.slots)[1:])
+        if call.recorder is None:
+            call.recorder = recorder
+            recorder.open()
 
     def expand(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
         """Give each query head a KV head of its own where they do not share them evenly."""
         _, head_dim = inputs.dims
-        if inputs.table.kv_expand is not None:
-            index = torch.tensor(
-                inputs.table.kv_expand[self.rank % self.plan.ulysses_degree], device=k.device
-            )
+        index = self._kv_index(inputs)
+        if index is not None:
             k, v = k.index_select(head_dim, index), v.index_select(head_dim, index)
         return q, k, v
+
+    def _kv_index(self, inputs: Inputs) -> Tensor | None:
+        """Return the KV head of each query head, or None where they share them evenly."""
+        table = inputs.table.kv_expand
+        if table is None:
+            return None
+        place = self.rank % self.plan.ulysses_degree
+        return torch.tensor(table[place], device=inputs.locals[1].device)
 
     def _cp_placements(self, which: int, inputs: Inputs) -> list[Placement]:
         """Return the placements of q (0), k or v on the CP mesh, inside the boundary."""

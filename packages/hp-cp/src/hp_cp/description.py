@@ -53,6 +53,8 @@ class Description:
         peak_extra_bytes: Upper bound of what the exchanges hold at one moment beside the layer's
             own inputs: send and receive buffers, the gathered K and V and one relayout of them.
         resident_kv_bytes: K and V as attention sees them, before any `HeadTable.kv_expand`.
+        saved_kv_bytes: What the layer holds of K and V between forward and backward: as attention
+            sees them, or with ``keep_kv=False`` as they are before the gather.
     """
 
     mode: Mode
@@ -60,6 +62,7 @@ class Description:
     collectives: tuple[Collective, ...]
     peak_extra_bytes: int
     resident_kv_bytes: int
+    saved_kv_bytes: int
 
     def count(self, kind: str | None = None, phase: Phase | None = None) -> int:
         """Return the number of calls of ``kind`` in ``phase`` (None takes all)."""
@@ -95,6 +98,7 @@ def describe(
     rank: int,
     overlap: bool,
     repeat: int = 1,
+    keep_kv: bool = True,
 ) -> Description:
     """Return the description of ``plan`` for one rank; sizes as in `Plan.describe`.
 
@@ -137,6 +141,10 @@ def describe(
         add("forward", "p2p", "cp", "out", tail)
     if u > 1:
         add("forward", "all_to_all", "ulysses", "out", back)
+    if c > 1 and not keep_kv:  # started when the output's gradient arrives
+        add("backward", "all_gather", "colossal", "k", passed_on)
+        add("backward", "all_gather", "colossal", "v", passed_on)
+    if u > 1:
         add("backward", "all_to_all", "ulysses", "out", away)
     if swaps:
         add("backward", "p2p", "cp", "out", tail)
@@ -150,6 +158,8 @@ def describe(
 
     feature = token * u * received  # one feature of the KV rows and heads after the exchange
     resident = feature * c * (head_size + v_head_size)
+    seen = received if heads.kv_expand is None else local_heads
+    saved = token * u * (c * seen if keep_kv else received) * (head_size + v_head_size)
     kv_sent = token * sum(map(len, heads.kv_sent)) * (head_size + v_head_size)
     exchange = 2 * token * num_heads * head_size + kv_sent + feature * (head_size + v_head_size)
     gather = resident + feature * c * max(head_size, v_head_size)
@@ -167,4 +177,5 @@ def describe(
         collectives=tuple(rows),
         peak_extra_bytes=max(exchange if u > 1 else 0, gather if c > 1 else 0),
         resident_kv_bytes=resident,  # of the group at work
+        saved_kv_bytes=repeat * saved,
     )

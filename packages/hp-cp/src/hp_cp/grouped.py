@@ -78,6 +78,7 @@ class _Group:
         if group is None:
             self.gather = Handle.ready("head groups", (k, v))
         else:
+            self.boundary.keep_shards(self.inputs, k, v)
             self.gather = gather_seq((k, v), group, seq_dim=self.inputs.dims[0], async_op=True)
 
     def advance(self) -> None:
@@ -125,31 +126,18 @@ class GroupedBoundary(CPBoundary):
         view.heads, view.num_heads = self._place(inputs, 0, len(groups))
         view.head_group = (0, len(groups))
         args, kwargs = self._hand_over(args, kwargs, first, view, tensors)
-        return _GroupedCall(args, kwargs, view, inputs, groups=groups)
+        call = _GroupedCall(args, kwargs, view, inputs, groups=groups)
+        self._forget(call, first, tensors[1:], args, kwargs)
+        return call
 
     @property
     def _ahead(self) -> int:
         # Hybrid has two exchanges in a row: the second of the next group needs its first done
         return 2 if self.plan.mode == "hybrid" else 1
 
-    def leave(self, module: nn.Module, entry: Call, output: Any) -> Any:
+    def _leave(self, module: nn.Module, entry: Call, output: Any) -> Any:
         """Run the other groups, each behind the exchanges of its neighbours, and join the heads."""
         assert isinstance(entry, _GroupedCall), "made by enter"
-        try:
-            return self._run_others(module, entry, output)
-        except BaseException:
-            self.abandon(entry)
-            raise
-
-    def abandon(self, entry: Call) -> None:
-        """Finish every exchange in flight, so that the ranks stay in step."""
-        assert isinstance(entry, _GroupedCall), "made by enter"
-        for group in entry.groups:
-            group.drop()
-        for handle in entry.returning:
-            handle.wait()
-
-    def _run_others(self, module: nn.Module, entry: _GroupedCall, output: Any) -> Any:
         groups, count = entry.groups, len(entry.groups)
         sent = [self._send_back(entry, output)]
         for index in range(1, count):
@@ -164,6 +152,8 @@ class GroupedBoundary(CPBoundary):
             args, kwargs = self._hand_over(
                 entry.args, entry.kwargs, group.inputs, entry.view, tensors
             )
+            if entry.recorder is not None:
+                self._forget(entry, group.inputs, tensors[1:], args, kwargs)
             output = module.forward(*args, **kwargs)
             sent.append(self._send_back(entry, output))
         queue = iter(list(zip(*sent, strict=True)))
@@ -176,12 +166,23 @@ class GroupedBoundary(CPBoundary):
 
         return self._map(entry, output, join, several="head_groups")
 
+    def abandon(self, entry: Call) -> None:
+        """Finish every exchange in flight, so that the ranks stay in step."""
+        super().abandon(entry)
+        assert isinstance(entry, _GroupedCall), "made by enter"
+        for group in entry.groups:
+            group.drop()
+        for handle in entry.returning:
+            handle.wait()
+
     def _send_back(self, entry: _GroupedCall, output: Any) -> _Returning:
         """Start the way back of each declared output of one group."""
         started: _Returning = []
 
         def start(x: Tensor) -> None:
             local, dims = self._take(entry, x)
+            if entry.recorder is not None:
+                entry.recorder.launch_before_last(local)
             if self.ulysses_group is None or not dims.trades_heads:
                 handle: Handle[Tensor] = Handle.ready("head groups", local)
             else:

@@ -33,6 +33,7 @@ class Inputs:
     Attributes:
         claimed: Under `AsyncContextParallel`, the exchanges that run already, by name.
         handoffs: How it stands with each handoff, in a word.
+        shards: Under ``keep_kv=False``, k and v before the gather, outside autograd.
     """
 
     slots: list[Slot]
@@ -45,6 +46,7 @@ class Inputs:
     num_kv_heads: int
     claimed: dict[str, Handle[Tensor]] = field(default_factory=dict)
     handoffs: dict[str, str] = field(default_factory=dict)
+    shards: tuple[Tensor, Tensor] | None = None
 
     def signature(self) -> dict[str, object]:
         """Return what must be the same on every CP rank, by the name to show."""

@@ -230,6 +230,17 @@ class Plan:
             way_out,
         )
 
+    def check_keep_kv(self, keep_kv: bool, *, where: str = "ContextParallel") -> None:
+        """Refuse to gather K and V again in a plan that never gathers them."""
+        require(
+            keep_kv or self.mode != "ulysses",
+            where,
+            f"keep_kv (False) must come with a gather of k and v, which ulysses_degree "
+            f"({self.ulysses_degree}) on {self.cp_size} ranks does not do",
+            f"leave keep_kv out, or use ulysses_degree="
+            f"{' or '.join(map(str, divisors(self.cp_size)[:-1]))}",
+        )
+
     def valid_degrees(self, num_heads: int) -> list[int]:
         """Return the Ulysses degrees that ``num_heads`` query heads allow on this many ranks."""
         return [u for u in divisors(self.cp_size) if num_heads % u == 0]
@@ -247,6 +258,7 @@ class Plan:
         rank: int = 0,
         overlap: bool = False,
         head_groups: int = 1,
+        keep_kv: bool = True,
     ) -> Description:
         """Return the collectives and bytes of one forward and backward on ``rank``.
 
@@ -261,7 +273,9 @@ class Plan:
             rank: CP rank; bytes differ between ranks where KV heads are shared unevenly.
             overlap: Count as `AsyncContextParallel` sends: q, k and v in a collective of their own.
             head_groups: Number of groups of heads that are exchanged and computed one by one.
+            keep_kv: Whether the gathered K and V are kept for backward, or gathered again there.
         """
+        self.check_keep_kv(keep_kv, where="Plan.describe")
         if head_groups != 1:
             self.check_head_groups(head_groups, num_heads, num_kv_heads, where="Plan.describe")
             num_heads, num_kv_heads = num_heads // head_groups, num_kv_heads // head_groups
@@ -277,6 +291,7 @@ class Plan:
             element_size=element_size,
             rank=rank,
             overlap=overlap,
+            keep_kv=keep_kv,
         )
 
     def _way_out(self, num_heads: int, head_dim: int | None) -> str:

@@ -58,6 +58,11 @@ class ContextParallel(BoundaryStyle):
         output_seq_dim: Sequence dim of a plain output. Default: ``seq_dim``.
         output_head_dim: Head dim of a plain output. Default: ``head_dim``.
         outputs: Positions or keys of the outputs to lay out. Default: the first tensor.
+        keep_kv: Whether the gathered K and V are kept for backward. False, in Colossal and Hybrid,
+            keeps only what this rank held before the gather, and backward gathers again. What the
+            module computes from K and V and keeps itself (a cast, repeated heads) is not freed.
+            Under activation checkpointing or other hooks on saved tensors it changes nothing; k
+            and v must not be changed in place before backward. Default: True.
 
     Example::
 
@@ -87,6 +92,7 @@ class ContextParallel(BoundaryStyle):
         output_seq_dim: int | None = None,
         output_head_dim: int | None = None,
         outputs: Sequence[int | str] | None = None,
+        keep_kv: bool = True,
     ) -> None:
         super().__init__()
         where = type(self).__name__
@@ -97,6 +103,7 @@ class ContextParallel(BoundaryStyle):
             seq_dim=seq_dim,
             head_dim=head_dim,
         )
+        require(isinstance(keep_kv, bool), where, f"keep_kv ({keep_kv!r}) must be True or False")
         for name, value, lengths in (
             ("qkv_indices", qkv_indices, (3,)),
             ("qkv_kwarg_names", qkv_kwarg_names, (0, 3)),
@@ -126,6 +133,7 @@ class ContextParallel(BoundaryStyle):
         self.output_seq_dim = output_seq_dim
         self.output_head_dim = output_head_dim
         self.outputs = None if outputs is None else tuple(outputs)
+        self.keep_kv = keep_kv
 
     def __repr__(self) -> str:
         return (
@@ -140,6 +148,7 @@ class ContextParallel(BoundaryStyle):
         plan = make_plan(
             device_mesh.mesh.numel(), self.ulysses_degree, self.load_balance, where=where
         )
+        plan.check_keep_kv(self.keep_kv, where=where)
         return self._boundary(plan, device_mesh)
 
     def _boundary(self, plan: Plan, device_mesh: DeviceMesh) -> CPBoundary:

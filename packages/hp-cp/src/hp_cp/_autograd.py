@@ -1,0 +1,76 @@
+"""Door to torch's private names for saved tensors and for the backward that runs right now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+_hooks: Any = torch._C._autograd
+
+Pack = Callable[[Tensor], object]
+Unpack = Callable[[Any], Tensor]
+
+
+def top_saved_tensor_hooks() -> tuple[Pack, Unpack] | None:
+    """Return the pair that this thread calls for each tensor it saves for backward, or None."""
+    pair: tuple[Pack, Unpack] | None = _hooks._top_saved_tensors_default_hooks(True)
+    return pair
+
+
+def allows_saved_tensor_hooks() -> bool:
+    """Whether hooks may be pushed: ``torch.func`` and others forbid them for a while."""
+    return bool(_hooks._saved_tensors_hooks_is_enabled())
+
+
+def push_saved_tensor_hooks(pack: Pack, unpack: Unpack) -> None:
+    """Make a pair the one that this thread calls; pairs below it are not called."""
+    _hooks._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def remove_saved_tensor_hooks(pack: Pack) -> None:
+    """Take the pair of ``pack`` off this thread's stack, where torch can only pop."""
+    above = []
+    while (top := top_saved_tensor_hooks()) is not None:
+        _hooks._pop_saved_tensors_default_hooks()
+        if top[0] is pack:
+            break
+        above.append(top)
+    for pair in reversed(above):
+        push_saved_tensor_hooks(*pair)
+
+
+def without_overrides() -> AbstractContextManager[Any]:
+    """Return a context in which no function mode or subclass sees torch functions."""
+    context: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
+    return context
+
+
+def backward_id() -> int:
+    """Return the number of the backward that runs in this thread, or -1."""
+    return torch._C._current_graph_task_id()
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs leaves its graph intact, so that there may be another."""
+    return bool(_hooks._get_current_graph_task_keep_graph())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` once the backward that runs has ended; not if it fails."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def spec_of(tensor: DTensor) -> Any:
+    """Return what a DTensor is, all but its data."""
+    return tensor._spec
+
+
+def dtensor_of(local: Tensor, spec: Any) -> DTensor:
+    """Return the DTensor of ``spec`` with other data, outside autograd."""
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
