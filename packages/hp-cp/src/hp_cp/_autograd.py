@@ -37,7 +37,7 @@ def remove_saved_tensor_hooks(pack: Pack) -> None:
     above = []
     while (top := top_saved_tensor_hooks()) is not None:
         _hooks._pop_saved_tensors_default_hooks()
-        if top[0] is pack:
+        if top[0] == pack:  # a bound method is made anew each time
             break
         above.append(top)
     for pair in reversed(above):

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hp_comm import exchange_head_tail, gather_seq, head_to_seq, preflight, seq_to_head
 from hp_cp.inputs import LABELS, Inputs, advise, read_inputs
-from hp_cp.kv_refetch import GatheredKV, Recorder, may_forget
+from hp_cp.kv_recorder import Recorder, may_forget
+from hp_cp.kv_refetch import GatheredKV
 from hp_cp.output import OutputDims, output_dims
 from hp_cp.plan import Plan
 from hp_mesh._torch import from_local
@@ -90,6 +91,14 @@ class CPBoundary(Boundary[Call]):
     def colossal_group(self) -> ProcessGroup | None:
         """Ranks that gather k and v; None if there is one only."""
         return None if self.plan.colossal_degree == 1 else self.cp_mesh.get_group(0)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether what arrives must be dense: for a gather, or a kernel that takes plain tensors.
+
+        DTensors need not be: ``view`` of one that lies apart is a reshape (`hp_mesh.reshape`).
+        """
+        return self.plan.mode != "ulysses" or self.style.use_local_input
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Select q, k, v; check; compare with the other ranks; send; wrap; describe the view."""
@@ -227,6 +236,7 @@ class CPBoundary(Boundary[Call]):
                 seq_dim=seq_dim,
                 head_dim=head_dim,
                 heads=(None, kv_heads, kv_heads),
+                dense=self.is_dense,
             )
         if self.colossal_group is not None:
             self.keep_shards(inputs, k, v)

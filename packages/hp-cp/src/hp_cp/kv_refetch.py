@@ -1,8 +1,8 @@
 """``keep_kv=False``: backward gathers K and V again, and only this rank's part is kept for it.
 
-While the module runs, torch asks this file about every tensor that is saved for backward. One that
-shows the data of the gathered K or V (a slice, a transpose, a DTensor around it) is replaced by a
-note of what it shows; all others are kept as they are::
+While the module runs, torch asks `hp_cp.kv_recorder` about every tensor it saves for backward. One
+that shows the data of the gathered K or V (a slice, a transpose, a DTensor around it) is replaced
+by a note of what it shows; all others are kept as they are::
 
     forward     shard -> gather -> K, V -> attention        saves notes; K and V are freed
     backward    output's gradient arrives -> gather again -> attention's backward -> reduce-scatter
@@ -19,39 +19,23 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from hp_comm import Handle, gather_seq
 from hp_cp import _autograd
 from hp_cp.views import Geometry
-from hp_mesh._torch import WeakStorage, in_backward, local_shard
-from hp_mesh.view import View
+from hp_mesh._torch import WeakStorage, local_shard
 
-__all__ = ["GatheredKV", "Recorder", "may_forget"]
+__all__ = ["GatheredKV", "Note", "Saved"]
 
 _NAMES = ("k", "v")
-
-
-def may_forget() -> bool:
-    """Whether K and V of the call that begins here can be left to a second gather.
-
-    Not without a graph. Not while backward recomputes: it is about to use them. Not under hooks of
-    others on saved tensors (checkpointing frees K and V anyway, offloading moves them): torch calls
-    the innermost pair only, so theirs would be bypassed.
-    """
-    while (top := _autograd.top_saved_tensor_hooks()) is not None:
-        owner = getattr(top[0], "__self__", None)
-        if not isinstance(owner, Recorder) or owner.is_live():
-            return False
-        owner.close()  # a KeyboardInterrupt has left it behind
-    return torch.is_grad_enabled() and not in_backward() and _autograd.allows_saved_tensor_hooks()
 
 
 def _version(x: Tensor) -> int | None:
@@ -59,20 +43,23 @@ def _version(x: Tensor) -> int | None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Saved:
+class Saved:
     """A tensor with its version counter, as torch itself would save it."""
 
     tensor: Tensor
     version: int | None
 
     @classmethod
-    def of(cls, x: Tensor) -> _Saved:
+    def of(cls, x: Tensor) -> Saved:
+        """Save ``x``."""
         return cls(x.detach(), _version(x))
 
     def is_unchanged(self) -> bool:
+        """Whether nothing has changed it in place."""
         return self.version == _version(self.tensor)
 
     def unpack(self) -> Tensor:
+        """Return it, or say that it was changed in place."""
         if not self.is_unchanged():  # torch does not look where there are hooks
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
@@ -83,7 +70,7 @@ class _Saved:
 
 
 @dataclass(frozen=True, eq=False)
-class _Note:
+class Note:
     """What a saved tensor showed of the gathered K or V."""
 
     source: GatheredKV
@@ -92,13 +79,10 @@ class _Note:
     spec: Any  # of the DTensor, if it was one
 
     def unpack(self) -> Tensor:
+        """Return the same view of K or V, gathered again."""
         whole, view = self.source.whole(self.which), self.view
         local = torch.as_strided(whole, view.size, view.stride, view.offset)
         return local if self.spec is None else _autograd.dtensor_of(local, self.spec)
-
-
-def _unpack(saved: _Saved | _Note) -> Tensor:
-    return saved.unpack()
 
 
 class _Copy:
@@ -157,8 +141,8 @@ class GatheredKV:
         self.group = group
         self.seq_dim, self.head_dim, self.index = seq_dim, head_dim, index
         self.overlap = overlap
-        self._shards = [_Saved.of(x) for x in shards]
-        self._watched = [_Saved.of(x) for x in watched]
+        self._shards = [Saved.of(x) for x in shards]
+        self._watched = [Saved.of(x) for x in watched]
         self._storages = [WeakStorage(x) for x in gathered]
         self._geometry = [Geometry.of(x) for x in gathered]
         self._copies: dict[int, _Copy] = {}
@@ -170,16 +154,16 @@ class GatheredKV:
         for i, node in enumerate(nodes):
             node.register_prehook(functools.partial(_consumed, weakref.ref(self), i))
 
-    def note(self, x: Tensor) -> _Note | None:
+    def note(self, x: Tensor) -> Note | None:
         """Return what ``x`` shows of the gathered K or V; None if it is something else."""
         local, spec = x, None
         if isinstance(x, DTensor):
             local, spec = local_shard(x), _autograd.spec_of(x)
-        if type(local) not in (Tensor, nn.Parameter) or local.is_conj() or local.is_neg():
+        if type(local) is not Tensor or local.is_conj() or local.is_neg():
             return None
         for which, storage in enumerate(self._storages):
             if storage.holds(local) and local.dtype == self._geometry[which].dtype:
-                return _Note(self, which, Geometry.of(local), spec)
+                return Note(self, which, Geometry.of(local), spec)
         return None
 
     def launch(self) -> None:
@@ -260,104 +244,3 @@ def _consumed(source: weakref.ref[GatheredKV], node: int, _: object) -> None:
     gathered = source()
     if gathered is not None:
         gathered.consumed(node)
-
-
-class _Launcher:
-    """Prehook of a node of the graph: starts the gather when backward reaches the node.
-
-    After a backward that frees the graph it keeps nothing alive; what saved tensors are left do.
-    """
-
-    def __init__(self, gathered: GatheredKV) -> None:
-        self._gathered: GatheredKV | None = gathered
-        self._weak = weakref.ref(gathered)
-
-    def __call__(self, _: object) -> None:
-        gathered = self._gathered or self._weak()
-        if gathered is not None:
-            gathered.launch()
-        if not _autograd.keeps_graph():
-            self._gathered = None
-
-
-class Recorder:
-    """The hooks on saved tensors during one call of the module.
-
-    Args:
-        view: The view of the call: once it has ended, the hooks do nothing and go.
-    """
-
-    def __init__(self, view: View) -> None:
-        self._view: View | None = view
-        self._thread = threading.get_ident()
-        self._parts: list[GatheredKV] = []
-        self._witnesses: list[tuple[_Saved, ...]] = []
-        self._hook: _autograd.Pack = self._pack
-
-    def open(self) -> None:
-        """Be asked from here on about what is saved."""
-        _autograd.push_saved_tensor_hooks(self._hook, _unpack)
-
-    def watch(
-        self, gathered: GatheredKV, tensors: Sequence[Tensor], handed: Sequence[Tensor]
-    ) -> None:
-        """Take notes of ``gathered``, which the module is handed next.
-
-        Args:
-            gathered: What is not to be kept.
-            tensors: K and V themselves.
-            handed: The same as the module sees them: a DTensor counts its versions by itself.
-        """
-        self._parts.append(gathered)
-        with _autograd.without_overrides():
-            self._witnesses = [
-                tuple(_Saved.of(x) for x in pair) for pair in zip(tensors, handed, strict=True)
-            ]
-
-    def is_live(self) -> bool:
-        """Whether the call still runs on this thread."""
-        return self._view is not None and self._view.is_live()
-
-    def close(self) -> None:
-        """Be asked no more."""
-        if self._view is not None:
-            self._view = None
-            self._parts, self._witnesses = [], []
-            _autograd.remove_saved_tensor_hooks(self._hook)
-
-    def launch_with(self, output: Any) -> None:
-        """Let backward gather the last part again when it reaches ``output``."""
-        for x in _tensors(output):
-            _launch_at(x, self._parts[-1])
-
-    def launch_before_last(self, output: Tensor) -> None:
-        """Let backward gather the part before the last again when it reaches the last's output."""
-        if len(self._parts) > 1:
-            _launch_at(output, self._parts[-2])
-
-    def _pack(self, x: Tensor) -> _Saved | _Note:
-        with _autograd.without_overrides():
-            if threading.get_ident() == self._thread and not self.is_live():
-                self.close()
-            return self._note(x) or _Saved.of(x)
-
-    def _note(self, x: Tensor) -> _Note | None:
-        note = self._parts[-1].note(x) if self._witnesses else None
-        if note is None or not all(one.is_unchanged() for one in self._witnesses[note.which]):
-            return None  # changed in place by the module: what was gathered is not what it needs
-        return note
-
-
-def _launch_at(x: Tensor, gathered: GatheredKV) -> None:
-    if x.grad_fn is not None:
-        x.grad_fn.register_prehook(_Launcher(gathered))
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors of what a module returned, at its first level."""
-    values: Any = (output,)
-    if isinstance(output, Mapping):
-        values = output.values()
-    elif isinstance(output, (tuple, list)):
-        values = output
-    yield from (value for value in values if isinstance(value, Tensor))

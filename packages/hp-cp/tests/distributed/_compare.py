@@ -92,7 +92,7 @@ class Case:
     def mesh(self) -> DeviceMesh:
         return init_device_mesh("cpu", (self.P,), mesh_dim_names=("cp",))
 
-    def predicted(self, rank: int) -> dict[str, tuple[int, int]]:
+    def predicted(self, rank: int, **options: Any) -> dict[str, tuple[int, int]]:
         """Return ``{kind: (calls, bytes)}`` of a forward and backward, as the plan says."""
         plan = make_plan(self.P, self.degree, self.load_balance)
         return plan.describe(
@@ -105,6 +105,7 @@ class Case:
             element_size=self.dtype.itemsize,
             rank=rank,
             head_groups=self.head_groups,
+            **options,
         ).totals()
 
 
@@ -202,6 +203,6 @@ def compare(
     by_kind = {k: n for k, n in sent.summary().items() if k != "preflight"}
     if check_traffic:
         seen = {k: (counted.count(k), counted.bytes(k)) for k in counted.summary()}
-        predicted = case.predicted(rank)
+        predicted = case.predicted(rank, keep_kv=options.get("keep_kv", True))
         assert seen == by_kind == predicted, f"{seen} counted, {by_kind} sent, {predicted} planned"
     return Sent(counted, by_kind)

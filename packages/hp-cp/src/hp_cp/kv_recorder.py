@@ -1,0 +1,143 @@
+"""``keep_kv=False`` while the module runs: what is saved of K and V is noted, and not kept.
+
+Torch has one stack of hooks on saved tensors per thread and calls the innermost pair only. A
+`Recorder` puts its pair there for one call of the module, if nobody else's is active, and takes it
+off whatever happens: a ``KeyboardInterrupt``, which skips the hooks of modules, leaves it behind
+until the next tensor is saved.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hp_cp import _autograd
+from hp_cp.kv_refetch import GatheredKV, Note, Saved
+from hp_mesh._torch import in_backward
+from hp_mesh.view import View
+
+__all__ = ["Recorder", "may_forget"]
+
+
+def may_forget() -> bool:
+    """Whether K and V of the call that begins here can be left to a second gather.
+
+    Not without a graph. Not while backward recomputes: it is about to use them. Not under hooks of
+    others on saved tensors (checkpointing frees K and V anyway, offloading moves them): torch calls
+    the innermost pair only, so theirs would be bypassed.
+    """
+    while (top := _autograd.top_saved_tensor_hooks()) is not None:
+        owner = getattr(top[0], "__self__", None)
+        if not isinstance(owner, Recorder) or owner.is_live():
+            return False
+        owner.close()  # a KeyboardInterrupt has left it behind
+    return torch.is_grad_enabled() and not in_backward() and _autograd.allows_saved_tensor_hooks()
+
+
+def _unpack(saved: Saved | Note) -> Tensor:
+    return saved.unpack()
+
+
+class _Launcher:
+    """Prehook of a node of the graph: starts the gather when backward reaches the node.
+
+    After a backward that frees the graph it keeps nothing alive; what saved tensors are left do.
+    """
+
+    def __init__(self, gathered: GatheredKV) -> None:
+        self._gathered: GatheredKV | None = gathered
+        self._weak = weakref.ref(gathered)
+
+    def __call__(self, _: object) -> None:
+        gathered = self._gathered or self._weak()
+        if gathered is not None:
+            gathered.launch()
+        if not _autograd.keeps_graph():
+            self._gathered = None
+
+
+class Recorder:
+    """The hooks on saved tensors during one call of the module.
+
+    Args:
+        view: The view of the call: once it has ended, the hooks do nothing and go.
+    """
+
+    def __init__(self, view: View) -> None:
+        self._view: View | None = view
+        self._thread = threading.get_ident()
+        self._parts: list[GatheredKV] = []
+        self._witnesses: list[tuple[Saved, ...]] = []
+
+    def open(self) -> None:
+        """Be asked from here on about what is saved."""
+        _autograd.push_saved_tensor_hooks(self._pack, _unpack)
+
+    def watch(
+        self, gathered: GatheredKV, tensors: Sequence[Tensor], handed: Sequence[Tensor]
+    ) -> None:
+        """Take notes of ``gathered``, which the module is handed next.
+
+        Args:
+            gathered: What is not to be kept.
+            tensors: K and V themselves.
+            handed: The same as the module sees them: a DTensor counts its versions by itself.
+        """
+        self._parts.append(gathered)
+        with _autograd.without_overrides():
+            self._witnesses = [
+                tuple(Saved.of(x) for x in pair) for pair in zip(tensors, handed, strict=True)
+            ]
+
+    def is_live(self) -> bool:
+        """Whether the call still runs on this thread."""
+        return self._view is not None and self._view.is_live()
+
+    def close(self) -> None:
+        """Be asked no more."""
+        if self._view is not None:
+            self._view = None
+            self._parts, self._witnesses = [], []
+            _autograd.remove_saved_tensor_hooks(self._pack)
+
+    def launch_with(self, output: Any) -> None:
+        """Let backward gather the last part again when it reaches ``output``."""
+        for x in _tensors(output):
+            _launch_at(x, self._parts[-1])
+
+    def launch_before_last(self, output: Tensor) -> None:
+        """Let backward gather the part before the last again when it reaches the last's output."""
+        if len(self._parts) > 1:
+            _launch_at(output, self._parts[-2])
+
+    def _pack(self, x: Tensor) -> Saved | Note:
+        with _autograd.without_overrides():
+            if threading.get_ident() == self._thread and not self.is_live():
+                self.close()
+            return self._note(x) or Saved.of(x)
+
+    def _note(self, x: Tensor) -> Note | None:
+        note = self._parts[-1].note(x) if self._witnesses else None
+        if note is None or not all(one.is_unchanged() for one in self._witnesses[note.which]):
+            return None  # changed in place by the module: what was gathered is not what it needs
+        return note
+
+
+def _launch_at(x: Tensor, gathered: GatheredKV) -> None:
+    if x.grad_fn is not None:
+        x.grad_fn.register_prehook(_Launcher(gathered))
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of what a module returned, at its first level."""
+    values: Any = (output,)
+    if isinstance(output, Mapping):
+        values = output.values()
+    elif isinstance(output, (tuple, list)):
+        values = output
+    yield from (value for value in values if isinstance(value, Tensor))
