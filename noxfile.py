@@ -103,6 +103,18 @@ def tests(session: nox.Session) -> None:
     session.run(workspace(session), *args, external=True, env=RANKS_ENV)
 
 
+@nox.session(default=False)
+def bench_peers(session: nox.Session) -> None:
+    """Measure ours beside DeepSpeed, yunchang, verl and others; arguments go to the benchmark."""
+    session.install(TORCH)
+    session.install(*group("peers-need"), *EDITABLE)
+    for peer in group("peers"):
+        # one that cannot be installed is a row that says so, not the end of the run
+        session.install("--no-deps", peer, success_codes=range(256))
+    args = ("benchmarks/peers/bench.py", *session.posargs)
+    session.run("python", *args, env={**RANKS_ENV, "DS_ACCELERATOR": "cpu"})
+
+
 def _npu_here() -> bool:
     return bool(list(Path("/dev").glob("davinci[0-9]*"))) or shutil.which("npu-smi") is not None
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from peers import ours
-from peers.adapters import deepspeed_ulysses, verl_ulysses
+from peers.adapters import (
+    colossalai_ulysses,
+    deepspeed_ulysses,
+    ring_flash,
+    ringmaster_cp,
+    torch_ring,
+    verl_ulysses,
+    yunchang_ulysses,
+)
 from peers.cases import Case
 from peers.contender import Attention, Contender
 
@@ -15,6 +23,11 @@ CONTENDERS: tuple[Contender, ...] = (
     *ours.CONTENDERS,
     *deepspeed_ulysses.CONTENDERS,
     *verl_ulysses.CONTENDERS,
+    *yunchang_ulysses.CONTENDERS,
+    *colossalai_ulysses.CONTENDERS,
+    *ringmaster_cp.CONTENDERS,
+    *torch_ring.CONTENDERS,
+    *ring_flash.CONTENDERS,
 )
 
 
