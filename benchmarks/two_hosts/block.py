@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import emulated
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,6 +26,11 @@ class Sizes:
     heads: int
     head_size: int
     hidden: int
+
+    @property
+    def width(self) -> int:
+        """Return the size of all heads together."""
+        return self.heads * self.head_size
 
 
 @dataclass(frozen=True)
@@ -53,19 +59,30 @@ class Core(nn.Module):
 class Block(nn.Module):
     """Projections, attention, output projection; weights are the same on all ranks."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, *, emulate: int = 0) -> None:
+        """Make the block; ``emulate`` is the number of ranks if it is to sleep, not compute."""
         super().__init__()
-        width = sizes.heads * sizes.head_size
         self.shape = (sizes.heads, sizes.head_size)
-        self.q_proj = nn.Linear(sizes.hidden, width, bias=False)
-        self.k_proj = nn.Linear(sizes.hidden, width, bias=False)
-        self.v_proj = nn.Linear(sizes.hidden, width, bias=False)
-        self.core = Core()
-        self.o_proj = nn.Linear(width, sizes.hidden, bias=False)
+        self.emulate = emulate
+        into, out_of = (sizes.hidden, sizes.width), (sizes.width, sizes.hidden)
+        self.q_proj, self.k_proj, self.v_proj = (self._linear(*into) for _ in range(3))
+        self.core = self.new_core(sizes)
+        self.o_proj = self._linear(*out_of)
         with torch.no_grad():
             for seed, weight in enumerate(self.parameters()):
                 random = randn(*weight.shape, seed=seed, dtype=torch.float32)
                 weight.copy_(random / weight.size(1) ** 0.5)
+
+    def _linear(self, width_in: int, width_out: int) -> nn.Module:
+        if self.emulate:
+            return emulated.Projection()
+        return nn.Linear(width_in, width_out, bias=False)
+
+    def new_core(self, sizes: Sizes) -> nn.Module:
+        """Return attention without a boundary."""
+        if self.emulate:
+            return emulated.Core(sizes.seq * sizes.width // self.emulate)
+        return Core()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output for ``x``, both ``[B, S/P, hidden]``."""
@@ -77,19 +94,22 @@ class Block(nn.Module):
         return output
 
 
-def build(mode: Mode, sizes: Sizes, mesh: DeviceMesh) -> Block:
+def build(mode: Mode, sizes: Sizes, mesh: DeviceMesh, *, emulate: bool) -> Block:
     """Return the block with its attention made parallel as ``mode`` says."""
-    block = Block(sizes)
+    block = Block(sizes, emulate=mesh.size() if emulate else 0)
     degree = FAMILIES[mode.family]
     if mode.kind == "sync":
-        ContextParallel(ulysses_degree=degree).apply(block.core, mesh)
-    elif mode.kind == "groups":
-        style = AsyncContextParallel(ulysses_degree=degree, head_groups=mode.groups)
-        style.apply(block.core, mesh)
-    else:
-        AsyncContextParallel(ulysses_degree=degree).apply(
-            block.core, mesh, q_proj=block.q_proj, k_proj=block.k_proj, v_proj=block.v_proj
-        )
+        ContextParallel(ulysses_degree=degree, use_local_input=emulate).apply(block.core, mesh)
+        return block
+    style = AsyncContextParallel(
+        ulysses_degree=degree, use_local_input=emulate, head_groups=mode.groups
+    )
+    handed_off = (
+        {}
+        if mode.kind == "groups"
+        else {f"{x}_proj": block.get_submodule(f"{x}_proj") for x in "qkv"}
+    )
+    style.apply(block.core, mesh, **handed_off)
     return block
 
 
@@ -103,28 +123,28 @@ def step(block: nn.Module, x: Tensor, upstream: Tensor) -> Tensor:
 
 
 def local_pieces(
-    family: str, sizes: Sizes, mesh: DeviceMesh, groups: tuple[int, ...]
+    family: str, sizes: Sizes, mesh: DeviceMesh, groups: Sequence[int], *, emulate: bool
 ) -> dict[str, tuple[Callable[[], Tensor], Tensor]]:
     """Return the compute pieces: each a forward to call, and the gradient to call backward with.
 
     Attention pieces carry the packing of their exchange; run them with the wires cut.
     """
     rows = sizes.seq // mesh.size()
-    width = sizes.heads * sizes.head_size
-    block = Block(sizes)
+    block = Block(sizes, emulate=mesh.size() if emulate else 0)
     x = torch.randn(1, rows, sizes.hidden, requires_grad=True)
-    heads = torch.randn(1, rows, width, requires_grad=True)
+    heads = torch.randn(1, rows, sizes.width, requires_grad=True)
     pieces: dict[str, tuple[Callable[[], Tensor], Tensor]] = {
-        "projection": (lambda: block.q_proj(x), torch.randn(1, rows, width)),
+        "projection": (lambda: block.q_proj(x), torch.randn(1, rows, sizes.width)),
         "output": (lambda: block.o_proj(heads), torch.randn(1, rows, sizes.hidden)),
     }
     for count in groups:
-        core = Core()
-        ContextParallel(ulysses_degree=FAMILIES[family]).apply(core, mesh)
+        core = block.new_core(sizes)
+        style = ContextParallel(ulysses_degree=FAMILIES[family], use_local_input=emulate)
+        style.apply(core, mesh)
         shape = (1, rows, sizes.heads // count, sizes.head_size)
         qkv = [torch.randn(*shape, requires_grad=True) for _ in range(3)]
 
-        def attend(core: Core = core, qkv: list[Tensor] = qkv) -> Tensor:
+        def attend(core: nn.Module = core, qkv: list[Tensor] = qkv) -> Tensor:
             output: Tensor = core(*qkv)
             return output
 

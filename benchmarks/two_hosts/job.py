@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,24 +42,37 @@ def main(config: Found) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    split_cp_mesh(mesh, 2)
+    wires.let_transport_run_first()
     sizes = Sizes(**config["sizes"])
     set_rate(config["rates"][-1])
+    emulate = config["emulate"]
     reference = Reference(sizes)
+    x, upstream = reference.x, reference.upstream
+    if emulate:  # its projections keep the width
+        shape = (1, sizes.seq // mesh.size(), sizes.width)
+        x, upstream = torch.zeros(*shape, requires_grad=True), torch.zeros(*shape)
     found = []
     for family in config["families"]:
         modes = [Mode(family, "sync"), Mode(family, "async")]
         modes += [Mode(family, "groups", count) for count in config["groups"]]
-        blocks = {mode: build(mode, sizes, mesh) for mode in modes}
-        checks = {mode: check(mode, block, reference) for mode, block in blocks.items()}
+        checks = {
+            mode: check(mode, build(mode, sizes, mesh, emulate=False), reference) for mode in modes
+        }
+        steps = {
+            mode: partial(step, build(mode, sizes, mesh, emulate=emulate), x, upstream)
+            for mode in modes
+        }
+        compute = local_pieces(family, sizes, mesh, (1, *config["groups"]), emulate=emulate)
+        transfers = transfers_of(family, modes, sizes, mesh)
         for rate in config["rates"]:
             say(f"{family} at {rate:g} mbit")
             set_rate(rate)
-            times, pieces, cpu = measure(family, blocks, reference, mesh, config)
+            times, pieces, cpu = measure(steps, compute, transfers, config["rounds"])
             for mode in modes:
                 row = {"family": family, "rate": rate, "kind": mode.kind, "groups": mode.groups}
                 row |= {"name": mode.name, **checks[mode], **times[mode], "pieces": pieces}
-                row["wire_cpu"] = cpu
-                row["timeline"] = timeline(blocks[mode], reference)
+                row |= {"wire_cpu": cpu, "timeline": timeline(steps[mode])}
                 found.append(row)
     if dist.get_rank() == 0:
         Path(config["result"]).write_text(json.dumps(found))
@@ -145,11 +159,10 @@ def worst(value: float) -> float:
 
 
 def measure(
-    family: str,
-    blocks: dict[Mode, Block],
-    reference: Reference,
-    mesh: DeviceMesh,
-    config: Found,
+    steps: dict[Mode, Callable[[], object]],
+    compute: dict[str, tuple[Callable[[], Tensor], Tensor]],
+    transfers: dict[str, Callable[[], None]],
+    rounds: int,
 ) -> tuple[dict[Mode, Found], dict[str, float], dict[str, float]]:
     """Time steps as they are and with the wires cut, and all pieces, round after round.
 
@@ -157,20 +170,15 @@ def measure(
         Of each mode the walls of all rounds; the median ms of each piece; and of each transfer the
         CPU ms of all ranks.
     """
-    sizes = reference.sizes
-    compute = local_pieces(family, sizes, mesh, (1, *config["groups"]))
-    transfers = transfers_of(family, list(blocks), sizes, mesh)
-    walls: dict[Mode, list[float]] = {mode: [] for mode in blocks}
-    alone: dict[Mode, list[float]] = {mode: [] for mode in blocks}
+    walls: dict[Mode, list[float]] = {mode: [] for mode in steps}
+    alone: dict[Mode, list[float]] = {mode: [] for mode in steps}
     pieces: dict[str, list[float]] = {}
     cpu: dict[str, list[float]] = {}
-    for number in range(config["rounds"] + 1):
-        for mode, block in blocks.items():
+    for number in range(rounds + 1):
+        for mode, one_step in steps.items():
             for collected, wire in ((walls[mode], nullcontext()), (alone[mode], wires.cut())):
                 with wire:
-                    collected.append(
-                        timed(lambda: step(block, reference.x, reference.upstream))  # noqa: B023
-                    )
+                    collected.append(timed(one_step))
         for name, (forward, gradient) in compute.items():
             outputs: list[Tensor] = []
             stem, _, count = name.partition("/")
@@ -191,7 +199,7 @@ def measure(
                 for row in rows.values():
                     row.clear()
     return (
-        {mode: {"walls": walls[mode], "alone": alone[mode]} for mode in blocks},
+        {mode: {"walls": walls[mode], "alone": alone[mode]} for mode in steps},
         {name: statistics.median(values) for name, values in pieces.items()},
         {name: statistics.median(values) for name, values in cpu.items()},
     )
@@ -212,13 +220,13 @@ def transfers_of(
     return found
 
 
-def timeline(block: Block, reference: Reference) -> list[Found]:
+def timeline(one_step: Callable[[], object]) -> list[Found]:
     """Return the collectives of one step as rank 0 saw them, in ms from its start."""
-    step(block, reference.x, reference.upstream)
+    one_step()
     dist.barrier()
     start = time.perf_counter()
     with wires.watched() as events:
-        step(block, reference.x, reference.upstream)
+        one_step()
     end = 1e3 * (time.perf_counter() - start)
     moments = ("launch", "done", "wait", "end")
     rows = [

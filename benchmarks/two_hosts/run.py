@@ -34,13 +34,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run; exit code 1 if a mode was not right or exposes too much."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds, interleaved")
-    parser.add_argument("--rates", type=numbers, default=[100.0, 300.0, 1000.0], help="mbit/s")
+    parser.add_argument("--rates", type=numbers, default=[150.0, 500.0, 1500.0], help="mbit/s")
     parser.add_argument("--families", default="ulysses,hybrid,colossal")
     parser.add_argument("--groups", type=numbers, default=[2, 4, 8], help="head groups")
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--head-size", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument(
+        "--emulate", action="store_true", help="sleep instead of computing, as beside a device"
+    )
     parser.add_argument("--limit", type=float, default=1800, help="seconds, then it ends")
     parser.add_argument("--timeline", action="store_true", help="print when each exchange ran")
     parser.add_argument("--record", type=Path, help="append the rows to this file as JSON lines")
@@ -75,6 +78,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             "groups": [int(count) for count in options.groups],
             "rates": options.rates,
             "rounds": options.rounds,
+            "emulate": options.emulate,
             "result": f"{folder}/found.json",
         }
         hosts.run(
