@@ -2,30 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_comm import _torch
-from hp_comm.moves import Cut
+from hp_comm.moves import Cut, Shape
 from hp_mesh.checks import fail, require
 
 __all__ = [
+    "Cuts",
     "group_of",
     "head_tables",
-    "heads_of_ranks",
-    "heads_to_ranks",
+    "heads_to_sequence",
     "lengths_of_ranks",
     "one_dim",
     "put_back",
     "require_tensors",
-    "rows_to_ranks",
+    "sequence_to_heads",
     "take",
-    "two_dims",
 ]
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How an exchange cuts what it sends and joins what it receives, one entry per tensor."""
+
+    sends: tuple[Cut, ...]
+    receives: tuple[Cut, ...]
+    in_shapes: tuple[Shape, ...]
+    out_shapes: tuple[Shape, ...]
+    joined: tuple[int, ...]
+
+
+Tables = Sequence[Sequence[Sequence[int]] | None]
+F = TypeVar("F", bound=Callable[..., Cuts])
+
+
+def _remembered(function: F) -> F:
+    """Check the arguments of an exchange and cut once for all calls that say the same."""
+    known = lru_cache(maxsize=512, typed=True)(function)
+
+    @wraps(function)
+    def remember(*args: Any) -> Cuts:
+        try:
+            hash(args)
+        except TypeError:  # tables given as lists
+            return function(*args)
+        return known(*args)
+
+    return cast(F, remember)
+
+
+@_remembered
+def sequence_to_heads(
+    where: str,
+    shapes: tuple[Shape, ...],
+    seq_dim: int,
+    head_dim: int,
+    tables: Tables,
+    lengths: Sequence[int] | None,
+    size: int,
+    rank: int,
+    dense: bool,
+) -> Cuts:
+    """Send heads, receive rows; see `hp_comm.seq_to_head`."""
+    sends, receives, outs = [], [], []
+    for shape, table in zip(shapes, tables, strict=True):
+        s, h = two_dims(where, shape, seq_dim, head_dim)
+        send = heads_to_ranks(where, shape, h, table, size)
+        receive = lengths_of_ranks(where, shape, s, lengths, size, rank)
+        outs.append(_with(_with(shape, s, sum(receive.counts)), h, send.counts[rank]))
+        sends.append(send)
+        receives.append(receive)
+    joined = () if dense else _joined(sends, receives, shapes, h)
+    return Cuts(tuple(sends), tuple(receives), shapes, tuple(outs), joined)
+
+
+@_remembered
+def heads_to_sequence(
+    where: str,
+    shapes: tuple[Shape, ...],
+    seq_dim: int,
+    head_dim: int,
+    tables: Tables,
+    lengths: Sequence[int] | None,
+    size: int,
+    rank: int,
+) -> Cuts:
+    """Send rows, receive heads; see `hp_comm.head_to_seq`."""
+    sends, receives, outs = [], [], []
+    for shape, table in zip(shapes, tables, strict=True):
+        s, h = two_dims(where, shape, seq_dim, head_dim)
+        send = rows_to_ranks(where, shape, s, lengths, size)
+        receive = heads_of_ranks(where, shape, h, table, size, rank)
+        outs.append(_with(_with(shape, s, send.counts[rank]), h, sum(receive.counts)))
+        sends.append(send)
+        receives.append(receive)
+    # what lies apart because of it is the gradient, which nobody looks at as a dense tensor
+    joined = _joined(receives, sends, shapes, h)
+    return Cuts(tuple(sends), tuple(receives), shapes, tuple(outs), joined)
+
+
+def _joined(
+    heads: Sequence[Cut], rows: Sequence[Cut], shapes: Sequence[Shape], head_dim: int
+) -> tuple[int, ...]:
+    """Return ``(seq_dim, head_dim)`` if the tensors fit side by side: they differ in heads only."""
+    alike = {_with(shape, head_dim, 0) for shape in shapes}
+    places = {(row.dim, head.dim) for row, head in zip(rows, heads, strict=True)}
+    return next(iter(places)) if len(alike) == len(places) == 1 else ()
+
+
+def _with(shape: Shape, dim: int, length: int) -> Shape:
+    return (*shape[:dim], length, *shape[dim + 1 :])
 
 
 def require_tensors(where: str, xs: Sequence[Any]) -> None:
@@ -36,8 +130,9 @@ def require_tensors(where: str, xs: Sequence[Any]) -> None:
             raise TypeError(
                 f"{where}: x ({type(one).__name__}) must be a tensor or a sequence of them"
             )
-    devices = sorted({str(one.device) for one in xs})
-    require(len(devices) == 1, where, f"x (on {', '.join(devices)}) must be on one device")
+    if len({one.device for one in xs}) > 1:
+        devices = sorted({str(one.device) for one in xs})
+        raise fail(where, f"x (on {', '.join(devices)}) must be on one device")
 
 
 def group_of(where: str, group: ProcessGroup) -> tuple[int, int]:
@@ -47,23 +142,23 @@ def group_of(where: str, group: ProcessGroup) -> tuple[int, int]:
     return _torch.group_size(group), rank
 
 
-def one_dim(where: str, x: Tensor, name: str, dim: int) -> int:
-    """Return ``dim`` counted from the front."""
+def one_dim(where: str, shape: Shape, name: str, dim: int) -> int:
+    """Return ``dim`` of x, of ``shape``, counted from the front."""
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise fail(where, f"{name} ({dim!r}) must be an integer")
-    n = x.ndim
-    require(-n <= dim < n, where, f"{name} ({dim}) must be a dim of x ({tuple(x.shape)})")
+    n = len(shape)
+    require(-n <= dim < n, where, f"{name} ({dim}) must be a dim of x ({tuple(shape)})")
     return dim % n
 
 
-def two_dims(where: str, x: Tensor, seq_dim: int, head_dim: int) -> tuple[int, int]:
+def two_dims(where: str, shape: Shape, seq_dim: int, head_dim: int) -> tuple[int, int]:
     """Return both dims counted from the front; they must differ."""
-    s, h = one_dim(where, x, "seq_dim", seq_dim), one_dim(where, x, "head_dim", head_dim)
+    s, h = one_dim(where, shape, "seq_dim", seq_dim), one_dim(where, shape, "head_dim", head_dim)
     require(
         s != h,
         where,
         f"seq_dim ({seq_dim}) must not be the same dim as head_dim ({head_dim}) of x "
-        f"({tuple(x.shape)})",
+        f"({tuple(shape)})",
     )
     return s, h
 
@@ -82,10 +177,10 @@ def _numbers(where: str, name: str, values: Any, size: int) -> tuple[int, ...]:
 
 
 def lengths_of_ranks(
-    where: str, x: Tensor, dim: int, lengths: Sequence[int] | None, size: int, rank: int
+    where: str, shape: Shape, dim: int, lengths: Sequence[int] | None, size: int, rank: int
 ) -> Cut:
-    """Cut the whole sequence into the ranks' shards; ``x`` is this rank's."""
-    local = x.shape[dim]
+    """Cut the whole sequence into the ranks' shards; ``shape`` is that of this rank's."""
+    local = shape[dim]
     if lengths is None:
         return Cut(dim, (local,) * size)
     counts = _numbers(where, "lengths", lengths, size)
@@ -97,9 +192,11 @@ def lengths_of_ranks(
     return Cut(dim, counts)
 
 
-def rows_to_ranks(where: str, x: Tensor, dim: int, lengths: Sequence[int] | None, size: int) -> Cut:
-    """Cut ``x``, which holds the whole sequence, into the ranks' shards."""
-    whole = x.shape[dim]
+def rows_to_ranks(
+    where: str, shape: Shape, dim: int, lengths: Sequence[int] | None, size: int
+) -> Cut:
+    """Cut x, which holds the whole sequence, into the ranks' shards."""
+    whole = shape[dim]
     if lengths is None:
         require(
             whole % size == 0,
@@ -120,18 +217,18 @@ def rows_to_ranks(where: str, x: Tensor, dim: int, lengths: Sequence[int] | None
 
 
 def head_tables(
-    where: str, xs: Sequence[Tensor], heads: Any, *, single: bool
-) -> list[Sequence[Sequence[int]] | None]:
-    """Return one table, or None, per tensor."""
+    where: str, count: int, heads: Any, *, single: bool
+) -> Sequence[Sequence[Sequence[int]] | None]:
+    """Return one table, or None, for each of ``count`` tensors."""
     if heads is None:
-        return [None] * len(xs)
+        return (None,) * count
     if single:
-        return [heads]
-    tables = list(heads)
+        return (heads,)
+    tables = tuple(heads)
     require(
-        len(tables) == len(xs),
+        len(tables) == count,
         where,
-        f"heads ({len(tables)} tables) must have one table, or None, per tensor of x ({len(xs)})",
+        f"heads ({len(tables)} tables) must have one table, or None, per tensor of x ({count})",
     )
     return tables
 
@@ -164,15 +261,15 @@ def _named(dim: int, counts: tuple[int, ...], index: tuple[int, ...]) -> Cut:
 
 
 def heads_to_ranks(
-    where: str, x: Tensor, dim: int, table: Sequence[Sequence[int]] | None, size: int
+    where: str, shape: Shape, dim: int, table: Sequence[Sequence[int]] | None, size: int
 ) -> Cut:
-    """Cut the heads of ``x`` for the ranks; some may go to several, some to none."""
-    num_heads = x.shape[dim]
+    """Cut the heads of x for the ranks; some may go to several, some to none."""
+    num_heads = shape[dim]
     if table is None:
         require(
             num_heads % size == 0,
             where,
-            f"number of heads (dim {dim} of x {tuple(x.shape)}, {num_heads}) must be divisible by "
+            f"number of heads (dim {dim} of x {tuple(shape)}, {num_heads}) must be divisible by "
             f"the group size ({size})",
             "pass heads= to say which rank gets which, or check seq_dim and head_dim",
         )
@@ -190,10 +287,10 @@ def heads_to_ranks(
 
 
 def heads_of_ranks(
-    where: str, x: Tensor, dim: int, table: Sequence[Sequence[int]] | None, size: int, rank: int
+    where: str, shape: Shape, dim: int, table: Sequence[Sequence[int]] | None, size: int, rank: int
 ) -> Cut:
-    """Say where the heads of each rank belong; ``x`` has this rank's."""
-    local = x.shape[dim]
+    """Say where the heads of each rank belong; x has this rank's."""
+    local = shape[dim]
     if table is None:
         return Cut(dim, (local,) * size)
     counts, index = _read_table(where, table, size)

@@ -43,6 +43,10 @@ def _listed(where: str, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return xs
 
 
+def _hashable(lengths: Sequence[int] | None) -> Sequence[int] | None:
+    return tuple(lengths) if isinstance(lengths, list) else lengths
+
+
 def _same_form(single: bool, results: Sequence[Tensor]) -> Any:
     return results[0] if single else tuple(results)
 
@@ -70,6 +74,7 @@ def seq_to_head(
     head_dim: int,
     heads: Heads | None = ...,
     lengths: Sequence[int] | None = ...,
+    dense: bool = ...,
     async_op: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -81,6 +86,7 @@ def seq_to_head(
     head_dim: int,
     heads: Heads | None = ...,
     lengths: Sequence[int] | None = ...,
+    dense: bool = ...,
     async_op: Literal[True],
 ) -> Handle[Tensor]: ...
 @overload
@@ -92,6 +98,7 @@ def seq_to_head(
     head_dim: int,
     heads: Sequence[Heads | None] | None = ...,
     lengths: Sequence[int] | None = ...,
+    dense: bool = ...,
     async_op: Literal[False] = ...,
 ) -> Tensors: ...
 @overload
@@ -103,6 +110,7 @@ def seq_to_head(
     head_dim: int,
     heads: Sequence[Heads | None] | None = ...,
     lengths: Sequence[int] | None = ...,
+    dense: bool = ...,
     async_op: Literal[True],
 ) -> Handle[Tensors]: ...
 def seq_to_head(
@@ -113,6 +121,7 @@ def seq_to_head(
     head_dim: int,
     heads: Any = None,
     lengths: Sequence[int] | None = None,
+    dense: bool = True,
     async_op: bool = False,
 ) -> Any:
     """Trade the sequence shard for some of the heads of the whole sequence.
@@ -127,32 +136,28 @@ def seq_to_head(
             (None for those that are cut evenly). A head may go to several ranks, which is how
             fewer KV heads than ranks are served, or to none. Default: consecutive equal parts.
         lengths: Local sequence lengths of the ranks. Default: all as long as this rank's.
+        dense: Whether each result must be dense. If not, tensors that differ in their heads only
+            come as slices of the one buffer that was received, rows first: no copy after the
+            exchange, and the results share one storage.
         async_op: Return a `Handle` and let the transfer overlap with what comes next.
 
     Returns:
-        ``[B, S, H_r, D]``, dense, for the ``H_r`` heads of this rank, in the order given; a tuple
+        ``[B, S, H_r, D]`` for the ``H_r`` heads of this rank, in the order given; a tuple
         for several. Backward sends one all-to-all per dtype and sums the gradients of a head that
         went to several ranks.
     """
     where = "seq_to_head"
     xs = _listed(where, x)
     size, rank = cuts.group_of(where, group)
-    tables = cuts.head_tables(where, xs, heads, single=isinstance(x, Tensor))
-    sends, receives, shapes = [], [], []
-    for t, one in enumerate(xs):
-        s, h = cuts.two_dims(where, one, seq_dim, head_dim)
-        send = cuts.heads_to_ranks(where, one, h, tables[t], size)
-        receive = cuts.lengths_of_ranks(where, one, s, lengths, size, rank)
-        shape = list(one.shape)
-        shape[s], shape[h] = sum(receive.counts), send.counts[rank]
-        sends.append(send)
-        receives.append(receive)
-        shapes.append(tuple(shape))
+    tables = cuts.head_tables(where, len(xs), heads, single=isinstance(x, Tensor))
+    shapes = tuple(one.shape for one in xs)
+    cut = cuts.sequence_to_heads(
+        where, shapes, seq_dim, head_dim, tables, _hashable(lengths), size, rank, dense
+    )
     if size == 1:
-        return _alone(where, x, [cuts.take(o, c) for o, c in zip(xs, sends, strict=True)], async_op)
-    before = tuple(tuple(one.shape) for one in xs)
-    move = Exchange(where, group, tuple(sends), tuple(receives), before, tuple(shapes))
-    return _move(x, move, xs, async_op)
+        places = [cuts.take(one, send) for one, send in zip(xs, cut.sends, strict=True)]
+        return _alone(where, x, places, async_op)
+    return _move(x, Exchange(where, group, **vars(cut)), xs, async_op)
 
 
 @overload
@@ -227,23 +232,15 @@ def head_to_seq(
     where = "head_to_seq"
     xs = _listed(where, x)
     size, rank = cuts.group_of(where, group)
-    tables = cuts.head_tables(where, xs, heads, single=isinstance(x, Tensor))
-    sends, receives, shapes = [], [], []
-    for t, one in enumerate(xs):
-        s, h = cuts.two_dims(where, one, seq_dim, head_dim)
-        send = cuts.rows_to_ranks(where, one, s, lengths, size)
-        receive = cuts.heads_of_ranks(where, one, h, tables[t], size, rank)
-        shape = list(one.shape)
-        shape[s], shape[h] = send.counts[rank], sum(receive.counts)
-        sends.append(send)
-        receives.append(receive)
-        shapes.append(tuple(shape))
+    tables = cuts.head_tables(where, len(xs), heads, single=isinstance(x, Tensor))
+    shapes = tuple(one.shape for one in xs)
+    cut = cuts.heads_to_sequence(
+        where, shapes, seq_dim, head_dim, tables, _hashable(lengths), size, rank
+    )
     if size == 1:
-        places = [cuts.put_back(o, c) for o, c in zip(xs, receives, strict=True)]
+        places = [cuts.put_back(one, place) for one, place in zip(xs, cut.receives, strict=True)]
         return _alone(where, x, places, async_op)
-    before = tuple(tuple(one.shape) for one in xs)
-    move = Exchange(where, group, tuple(sends), tuple(receives), before, tuple(shapes))
-    return _move(x, move, xs, async_op)
+    return _move(x, Exchange(where, group, **vars(cut)), xs, async_op)
 
 
 @overload
@@ -311,8 +308,8 @@ def gather_seq(
     size, rank = cuts.group_of(where, group)
     parts, shapes = [], []
     for one in xs:
-        s = cuts.one_dim(where, one, "seq_dim", seq_dim)
-        part = cuts.lengths_of_ranks(where, one, s, lengths, size, rank)
+        s = cuts.one_dim(where, one.shape, "seq_dim", seq_dim)
+        part = cuts.lengths_of_ranks(where, one.shape, s, lengths, size, rank)
         shape = list(one.shape)
         shape[s] = sum(part.counts)
         parts.append(part)

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from hp_comm.kernels.ops import pack, unpack
 
-__all__ = ["Cut", "Move", "Pending", "Shape", "Transfer", "dense", "landing"]
+__all__ = ["Cut", "Move", "Pending", "Shape", "Transfer", "dense", "landing", "slices"]
 
 Shape = tuple[int, ...]
 
@@ -120,13 +120,18 @@ class Move(ABC):
         """Return the move of the gradients of the results ``needed``."""
 
 
-def dense(x: Tensor, cut: Cut | None, *, overlap: bool) -> Tensor:
+def dense(x: Tensor, cut: Cut | None, *, overlap: bool, joined: Sequence[int] = ()) -> Tensor:
     """Return ``x`` as a flat send buffer, by a copy only where its layout or its owner asks."""
-    in_place = cut is None or cut.is_in_place(tuple(x.shape))
-    if in_place and not overlap and x.is_contiguous() and not (x.is_conj() or x.is_neg()):
-        return x.detach().view(-1)
+    if cut is None:
+        in_place, lying = True, x
+    elif joined:
+        in_place, lying = cut.dim == joined[0] and cut.index is None, x.movedim(joined[0], 0)
+    else:
+        in_place, lying = cut.is_in_place(tuple(x.shape)), x
+    if in_place and not overlap and lying.is_contiguous() and not (x.is_conj() or x.is_neg()):
+        return lying.detach().view(-1)
     if cut is not None:
-        return pack([x], [cut.dim], list(cut.counts), list(cut.index or ()))
+        return pack([x], [cut.dim], list(cut.counts), list(cut.index or ()), joined)
     buffer = x.new_empty(x.shape)
     buffer.copy_(x)
     return buffer.view(-1)
@@ -140,3 +145,23 @@ def landing(like: Tensor, cut: Cut, shape: Shape) -> tuple[Tensor, Callable[[], 
     counts, index = list(cut.counts), list(cut.index or ())
     buffer = like.new_empty(sum(prod(cut.part(shape, p)) for p in range(len(counts))))
     return buffer, lambda: unpack(buffer, [list(shape)], [cut.dim], counts, index)
+
+
+def slices(buffer: Tensor, shapes: Sequence[Shape], joined: Sequence[int]) -> list[Tensor]:
+    """Return the tensors that lie side by side in a received buffer, without a copy.
+
+    Tensors of their own on one storage, not views of one another: autograd lets each be written.
+    """
+    first, along = joined
+    whole = list(shapes[0])
+    whole[along] = sum(shape[along] for shape in shapes)
+    rows = whole.pop(first)
+    lying = buffer.view(rows, *whole).movedim(0, first)
+    outs, at = [], 0
+    for shape in shapes:
+        place = lying.narrow(along, at, shape[along])
+        at += shape[along]
+        out = buffer.new_empty(0)
+        out.set_(buffer.untyped_storage(), place.storage_offset(), place.shape, place.stride())
+        outs.append(out)
+    return outs

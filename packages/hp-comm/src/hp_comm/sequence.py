@@ -51,13 +51,13 @@ def unshard_sequence(
     """
     where = "unshard_sequence"
     size, rank = cuts.group_of(where, group)
-    dim = cuts.one_dim(where, x, "seq_dim", seq_dim)
+    dim = cuts.one_dim(where, x.shape, "seq_dim", seq_dim)
     if order not in ("contiguous", "head_tail"):
         raise fail(where, f"order ({order!r}) must be 'contiguous' or 'head_tail'")
     if order == "head_tail":
         require(lengths is None, where, "lengths must be None with order='head_tail'")
         require_divisible(where, f"local length (dim {dim} of x)", x.shape[dim], "2", 2)
-    part = cuts.lengths_of_ranks(where, x, dim, lengths, size, rank)
+    part = cuts.lengths_of_ranks(where, x.shape, dim, lengths, size, rank)
     total = sum(part.counts)
     if length is not None:
         require(

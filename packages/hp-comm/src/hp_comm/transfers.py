@@ -13,7 +13,8 @@ move               wire                            mirror
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -22,18 +23,9 @@ from torch import Tensor
 from hp_comm import _torch
 from hp_comm.counters import record
 from hp_comm.kernels.ops import pack, unpack
-from hp_comm.moves import Cut, Move, Pending, Shape, Transfer, dense, landing
+from hp_comm.moves import Cut, Move, Pending, Shape, Transfer, dense, landing, slices
 
 __all__ = ["Exchange", "Gather", "ReduceScatter", "Swap"]
-
-
-def _flat(cuts: Sequence[Cut]) -> tuple[list[int], list[int], list[int]]:
-    """Write cuts the way the operators want them: dims, counts, index."""
-    index: list[int] = []
-    if any(cut.index is not None for cut in cuts):
-        for cut in cuts:
-            index += cut.index if cut.index is not None else range(sum(cut.counts))
-    return [cut.dim for cut in cuts], [n for cut in cuts for n in cut.counts], index
 
 
 @dataclass(frozen=True)
@@ -42,21 +34,28 @@ class Exchange(Move):
 
     Tensors of one dtype share one all-to-all. ``sends[t]`` cuts the input of shape
     ``in_shapes[t]``, ``receives[t]`` says how the result, ``out_shapes[t]``, is put together.
+
+    With ``joined``, ``(sequence dim, head dim)``, the tensors lie side by side on the wire, rows
+    first (see `hp_comm.kernels.reference`); results that are put together by rows are then slices
+    of the received buffer, and need no copy.
     """
 
     sends: tuple[Cut, ...]
     receives: tuple[Cut, ...]
     in_shapes: tuple[Shape, ...]
     out_shapes: tuple[Shape, ...]
+    joined: tuple[int, ...] = ()
 
     def mirror(self, needed: Sequence[int]) -> Exchange:
         """Send the other way: what was joined is cut, what was cut is joined."""
-        return replace(
-            self,
+        return Exchange(
+            self.where,
+            self.group,
             sends=tuple(self.receives[t] for t in needed),
             receives=tuple(self.sends[t] for t in needed),
             in_shapes=tuple(self.out_shapes[t] for t in needed),
             out_shapes=tuple(self.in_shapes[t] for t in needed),
+            joined=self.joined,
         )
 
     def start(self, xs: Sequence[Tensor], *, overlap: bool) -> Pending:
@@ -72,41 +71,80 @@ class Exchange(Move):
             ]
         )
 
-    def _sizes(self, cuts: Sequence[Cut], shapes: Sequence[Shape], places: list[int]) -> list[int]:
-        ranks = range(_torch.group_size(self.group))
-        return [sum(prod(cuts[t].part(shapes[t], p)) for t in places) for p in ranks]
-
     def _start(
         self, places: list[int], xs: list[Tensor], overlap: bool, async_op: bool
     ) -> Transfer:
         size, rank = _torch.group_size(self.group), _torch.group_rank(self.group)
-        sends, receives = [self.sends[t] for t in places], [self.receives[t] for t in places]
-        shapes = [self.out_shapes[t] for t in places]
-        send_sizes = self._sizes(self.sends, self.in_shapes, places)
-        receive_sizes = self._sizes(self.receives, self.out_shapes, places)
+        out, back = (
+            _wire(tuple(cuts[t] for t in places), tuple(shapes[t] for t in places), size)
+            for cuts, shapes in (
+                (self.sends, self.in_shapes),
+                (self.receives, self.out_shapes),
+            )
+        )
         if len(xs) == 1:
-            send = dense(xs[0], sends[0], overlap=overlap)
-            received, finish = landing(xs[0], receives[0], shapes[0])
+            send = dense(xs[0], out.cuts[0], overlap=overlap, joined=self.joined)
         else:
-            send = pack(xs, *_flat(sends))
-            buffer = received = xs[0].new_empty(sum(receive_sizes))
-            flat = _flat(receives)
-
-            def finish() -> list[Tensor]:
-                return unpack(buffer, [list(shape) for shape in shapes], *flat)
-
+            send = pack(xs, *out.flat(), self.joined)
+        received, finish = self._landing(xs[0], back)
         # a property of the cuts, which all ranks know alike: equal parts are a plain all-to-all
-        even = all(cut.is_even() for cut in (*sends, *receives))
-        record("all_to_all", size, (send.numel() - send_sizes[rank]) * send.element_size())
+        even = out.is_even and back.is_even
+        record("all_to_all", size, (send.numel() - out.sizes[rank]) * send.element_size())
         work = _torch.all_to_all(
             received,
             send,
-            None if even else receive_sizes,
-            None if even else send_sizes,
+            None if even else back.sizes,
+            None if even else out.sizes,
             self.group,
             async_op=async_op,
         )
         return Transfer([work], send if async_op else None, finish)
+
+    def _landing(self, like: Tensor, wire: _Wire) -> tuple[Tensor, Callable[[], list[Tensor]]]:
+        """Return a receive buffer and what makes the results of it."""
+        shapes = wire.shapes
+        if not self.joined and len(shapes) == 1:
+            return landing(like, wire.cuts[0], shapes[0])
+        buffer = like.new_empty(sum(wire.sizes))
+        if self.joined and all(c.dim == self.joined[0] and c.index is None for c in wire.cuts):
+            return buffer, lambda: slices(buffer, shapes, self.joined)
+        nested = [list(shape) for shape in shapes]
+        return buffer, lambda: unpack(buffer, nested, *wire.flat(), self.joined)
+
+
+@dataclass(frozen=True)
+class _Wire:
+    """One side of an exchange: how its tensors are cut, and how much goes over each link."""
+
+    cuts: tuple[Cut, ...]
+    shapes: tuple[Shape, ...]
+    sizes: tuple[int, ...]
+    is_even: bool
+    dims: tuple[int, ...]
+    counts: tuple[int, ...]
+    index: tuple[int, ...]
+
+    def flat(self) -> tuple[list[int], list[int], list[int]]:
+        """Write the cuts the way the operators want them: dims, counts, index."""
+        return list(self.dims), list(self.counts), list(self.index)
+
+
+@lru_cache(maxsize=512)
+def _wire(cuts: tuple[Cut, ...], shapes: tuple[Shape, ...], size: int) -> _Wire:
+    index: list[int] = []
+    if any(cut.index is not None for cut in cuts):
+        for cut in cuts:
+            index += cut.index if cut.index is not None else range(sum(cut.counts))
+    pairs = tuple(zip(cuts, shapes, strict=True))
+    return _Wire(
+        cuts=cuts,
+        shapes=shapes,
+        sizes=tuple(sum(prod(cut.part(shape, p)) for cut, shape in pairs) for p in range(size)),
+        is_even=all(cut.is_even() for cut in cuts),
+        dims=tuple(cut.dim for cut in cuts),
+        counts=tuple(n for cut in cuts for n in cut.counts),
+        index=tuple(index),
+    )
 
 
 @dataclass(frozen=True)

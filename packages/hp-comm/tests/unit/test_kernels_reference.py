@@ -55,6 +55,42 @@ def test_pack_lays_each_ranks_slices_one_tensor_after_the_other(name: str) -> No
     assert torch.equal(packed, torch.cat(pieces))
 
 
+@pytest.mark.parametrize("layout", ["BSHD", "BNSD"])
+@pytest.mark.parametrize("name", CUTS)
+def test_joined_parts_lie_side_by_side_rows_first(name: str, layout: str) -> None:
+    """Each part is the slices, rows in front, concatenated along the heads; unpack undoes it."""
+    dims, counts, index = CUTS[name]
+    if name == "rows-uneven":
+        counts = counts[:4] * 2  # side by side, tensors have the same rows
+    xs = [x[..., :3].contiguous() for x in _tensors()]
+    tables = _lists(xs, counts, index)
+    pieces = [
+        torch.cat(
+            [
+                x.index_select(dim, torch.tensor(tables[t][p], dtype=torch.long)).movedim(1, 0)
+                for t, (x, dim) in enumerate(zip(xs, dims, strict=True))
+            ],
+            dim=2,
+        ).flatten()
+        for p in range(len(counts) // 2)
+    ]
+    swapped = layout == "BNSD"
+    given = [x.transpose(1, 2) if swapped else x for x in xs]
+    cut_dims = [3 - d if swapped else d for d in dims]
+    joined = [2, 1] if swapped else [1, 2]
+
+    with poison_empty():
+        packed = pack(given, cut_dims, counts, index, joined)
+        back = unpack(packed, [list(x.shape) for x in given], cut_dims, counts, index, joined)
+
+    assert torch.equal(packed, torch.cat(pieces))
+    flat = packed.clone().normal_(generator=torch.Generator().manual_seed(1))
+    transposed = unpack(flat, [list(x.shape) for x in given], cut_dims, counts, index, joined)
+    inner = sum((x * y).sum() for x, y in zip(given, transposed, strict=True))
+    assert_close(inner, (packed * flat).sum())
+    assert all(x.is_contiguous() for x in back)
+
+
 @pytest.mark.parametrize("name", CUTS)
 def test_unpack_is_the_transpose_of_pack(name: str) -> None:
     """<pack(x), y> equals <x, unpack(y)>: each is the other's exact gradient, sums included."""
@@ -112,10 +148,16 @@ def test_the_operators_pass_torchs_own_checks() -> None:
     """Schema, fake implementation and gradient agree with what the operators do."""
     xs = [randn(2, 3, 4, 2, requires_grad=True), randn(2, 3, 2, 3, seed=1, requires_grad=True)]
     cut = ([2, 2], [2, 2, 1, 1], [0, 1, 2, 3, 0, 0])
-    torch.library.opcheck(torch.ops.hp_comm.pack.default, (xs, *cut))
+    torch.library.opcheck(torch.ops.hp_comm.pack.default, (xs, *cut, []))
     buffer = randn(2 * 3 * (4 * 2 + 2 * 3), requires_grad=True)
     shapes = ([2, 3, 4, 2, 2, 3, 2, 3], [4, 4])
-    torch.library.opcheck(torch.ops.hp_comm.unpack.default, (buffer, *shapes, *cut))
+    torch.library.opcheck(torch.ops.hp_comm.unpack.default, (buffer, *shapes, *cut, []))
+    torch.library.opcheck(torch.ops.hp_comm.pack.default, (xs, [2, 2], [2, 2, 1, 1], [], []))
+    alike = [randn(2, 3, n, 2, seed=n, requires_grad=True) for n in (4, 2)]
+    torch.library.opcheck(torch.ops.hp_comm.pack.default, (alike, *cut, [1, 2]))
+    buffer = randn(2 * 3 * (4 + 2) * 2, requires_grad=True)
+    shapes = ([2, 3, 4, 2, 2, 3, 2, 2], [4, 4])
+    torch.library.opcheck(torch.ops.hp_comm.unpack.default, (buffer, *shapes, *cut, [1, 2]))
 
 
 def test_the_operators_gradients_match_finite_differences() -> None:

@@ -135,9 +135,13 @@ class CPBoundary(Boundary[Call]):
 
     def _leave(self, module: nn.Module, entry: Call, output: Any) -> Any:
         if entry.tail is None:
-            return self._map(entry, output, lambda x: self._restore(entry, *self._return(entry, x)))
+            with entry.view.paused():
+                return self._map(
+                    entry, output, lambda x: self._restore(entry, *self._return(entry, x))
+                )
         heads: list[tuple[Tensor, OutputDims]] = []
-        self._map(entry, output, lambda x: heads.append(self._return(entry, x)))
+        with entry.view.paused():
+            self._map(entry, output, lambda x: heads.append(self._return(entry, x)))
         _, entry.view.window = self.plan.rows(self.rank, self._length(entry.inputs))
         args, kwargs = replace_slots(entry.args, entry.kwargs, entry.inputs.slots[:1], [entry.tail])
         second = module.forward(*args, **kwargs)
@@ -149,7 +153,8 @@ class CPBoundary(Boundary[Call]):
             own_tail = exchange_head_tail(tail, self.group)
             return self._restore(entry, torch.cat([head, own_tail], dim=dims.seq_dim), dims)
 
-        return self._map(entry, second, join, several="load_balance")
+        with entry.view.paused():
+            return self._map(entry, second, join, several="load_balance")
 
     def _refuse_inner_hooks(self, module: nn.Module, several: str) -> None:
         """Refuse hooks that would see one of the calls that ``several`` makes, and not the rest."""

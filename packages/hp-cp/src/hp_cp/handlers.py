@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from hp_cp.attention import rewrite_fusion_attention, window_sdpa
 from hp_cp.attention.rng import seeded
 from hp_cp.unwrap import block_seed, keys_beside, local_mask, on_mesh, query_window, shard_range
-from hp_mesh._torch import from_local
+from hp_mesh._torch import from_local, to_local
 from hp_mesh.checks import fail
 from hp_mesh.view import View, register_handler
 
@@ -69,7 +69,7 @@ def _sdpa(
     seq_dim, head_dim = q.ndim - 2, q.ndim - 3 if q.ndim > 2 else None
     placements, grads = tuple(q.placements), view.partial_grads(q.placements)
     result = window_sdpa(
-        q.to_local(grad_placements=grads),
+        to_local(q, grads),
         keys_beside(view, k, q, seq_dim, where),
         keys_beside(view, v, q, seq_dim, where),
         query_window(view, q, seq_dim, k.size(-2)),
@@ -152,7 +152,7 @@ class _FusionHandler:
             first, last = shard_range(view.mesh, placements, head_dim, q.size(head_dim))
             heads, num_heads = (first // unit, last // unit), q.size(head_dim) // unit
             mask = local_mask(view, given.get("atten_mask"), q, None)
-            q_local = q.to_local(grad_placements=grads)
+            q_local = to_local(q, grads)
             k_local = keys_beside(view, k, q, seq_dim, where)
             v_local = keys_beside(view, v, q, seq_dim, where)
         elif any(isinstance(t, DTensor) for t in tensors):
@@ -221,7 +221,7 @@ def _dropout(
             "set inplace=False",
         )
     grads = view.partial_grads(x.placements)
-    local = x.to_local(grad_placements=grads)
+    local = to_local(x, grads)
     seed = block_seed(view, x.placements, p)
     assert seed is not None, "p > 0 draws a seed"
     with seeded(local.device, seed):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from hp_mesh._torch import redistribute
+from hp_mesh._torch import redistribute, to_local
 from hp_mesh.checks import fail, require
 from hp_mesh.placement import normalize_dim
 from hp_mesh.view import View
@@ -46,7 +46,7 @@ class OutputDims:
         """Return this rank's part of ``output`` as a plain tensor."""
         if isinstance(output, DTensor):
             output = redistribute(output, self.target)
-            return output.to_local(grad_placements=self.target)
+            return to_local(output, self.target)
         for dim, start, length in self.cuts:
             output = output.narrow(dim, start, length)
         return output

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from hp_cp.attention import dropout_seed
-from hp_mesh._torch import redistribute
+from hp_mesh._torch import redistribute, to_local
 from hp_mesh.checks import fail
 from hp_mesh.plain import share_of_replicated
 from hp_mesh.view import View
@@ -79,7 +79,7 @@ def _grads(view: View, target: Sequence[Placement], q: DTensor) -> list[Placemen
 
 def _as_placed(view: View, tensor: DTensor, target: Sequence[Placement], q: DTensor) -> Tensor:
     tensor = redistribute(tensor, target)
-    return tensor.to_local(grad_placements=_grads(view, target, q))
+    return to_local(tensor, _grads(view, target, q))
 
 
 def keys_beside(view: View, tensor: DTensor, q: DTensor, seq_dim: int, where: str) -> Tensor:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +49,22 @@ def push_function_mode(mode: TorchFunctionMode) -> None:
     from torch.overrides import _push_mode
 
     _push_mode(mode)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def without_innermost_mode(mode: TorchFunctionMode) -> Iterator[bool]:
+    """Take ``mode`` off the stack for a while if it is the innermost one; says whether it was."""
+    from torch.overrides import _pop_mode, _push_mode
+
+    innermost = torch._C._len_torch_function_stack() - 1
+    if innermost < 0 or torch._C._get_function_stack_at(innermost) is not mode:
+        yield False
+        return
+    _pop_mode()  # type: ignore[no-untyped-call]
+    try:
+        yield True
+    finally:
+        _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 # -- functions of torch that are written in Python ------------------------------------------------
@@ -122,21 +138,26 @@ def from_local(
     """Wrap ``local`` as a DTensor without checks or communication (all shards have one length).
 
     Where ``grad_placements`` is ``Partial()``, the gradient becomes this rank's share of the sum,
-    whatever it came as.
+    whatever it came as; ``DTensor.from_local`` has no way from a shard to a partial one (2.13).
     """
-    if grad_placements is None or not any(p.is_partial() for p in grad_placements):
-        return DTensor.from_local(
-            local, mesh, list(placements), run_check=False, grad_placements=grad_placements
-        )
-    wrapped: DTensor = _FromLocal.apply(  # type: ignore[no-untyped-call]
-        local, mesh, tuple(placements), tuple(grad_placements)
-    )
+    placed = tuple(placements)
+    wanted = _whole_grads(placed) if grad_placements is None else tuple(grad_placements)
+    wrapped: DTensor = _FromLocal.apply(local, mesh, placed, wanted)  # type: ignore[no-untyped-call]
     return wrapped
 
 
-class _FromLocal(torch.autograd.Function):
-    """``DTensor.from_local``, which has no way from a shard to a partial gradient (2.13)."""
+def to_local(tensor: DTensor, grad_placements: Sequence[Placement]) -> Tensor:
+    """Return the local tensor of ``tensor``, whose gradient is laid out as ``grad_placements``."""
+    local: Tensor = _ToLocal.apply(tensor, tuple(grad_placements))  # type: ignore[no-untyped-call]
+    return local
 
+
+def _whole_grads(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """Return what torch takes for the placements of a gradient: those of a sum are whole."""
+    return tuple(Replicate() if p.is_partial() else p for p in placements)
+
+
+class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -154,6 +175,23 @@ class _FromLocal(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         return partial_share(grad, ctx.grad_placements), None, None, None
+
+
+class _ToLocal(torch.autograd.Function):
+    """``DTensor.to_local``, whose backward computes the layout of the gradient anew every time."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, grad_placements: tuple[Placement, ...]) -> Tensor:
+        ctx.mesh, ctx.grad_placements = tensor.device_mesh, grad_placements
+        ctx.set_materialize_grads(False)
+        local: Tensor = tensor._local_tensor
+        return local.view_as(local)  # waits, if it is still under way
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[DTensor | None, None]:
+        if grad is None:
+            return None, None
+        return wrap_detached(grad, ctx.mesh, ctx.grad_placements, grad.requires_grad), None
 
 
 def redistribute(tensor: DTensor, target: Sequence[Placement]) -> DTensor:
@@ -178,6 +216,8 @@ def partial_share(grad: DTensor, wanted: Sequence[Placement]) -> Tensor:
     shard with zeros around it, a replicated one on the first rank and zeros on the others.
     """
     mesh, present = grad.device_mesh, list(grad.placements)
+    if present == list(wanted):
+        return local_shard(grad)
     # zeros can be put around a shard only if no axis to its right cuts its dim and stays
     padded_axes = {
         axis
@@ -199,7 +239,7 @@ def partial_share(grad: DTensor, wanted: Sequence[Placement]) -> Tensor:
             part = part.narrow(dim, start - base, grad._local_tensor.size(dim))
         part.copy_(grad._local_tensor)
         present = [Partial() if axis in padded_axes else p for axis, p in enumerate(present)]
-        grad = wrap_detached(padded, mesh, present, False)
+        grad = wrap_detached(padded, mesh, tuple(present), False)
     target = [
         want
         if not want.is_partial()
@@ -234,16 +274,26 @@ def lies_elsewhere(tensor: DTensor) -> bool:
 
 
 def wrap_detached(
-    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], requires_grad: bool
+    local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], requires_grad: bool
 ) -> DTensor:
     """Build a DTensor around ``local`` outside autograd: for use inside an autograd function."""
+    specs: dict[object, Any] = mesh.__dict__.setdefault("_hp_specs", {})
+    key = (placements, local.shape, local.stride(), local.dtype)
+    spec = specs.get(key)
+    if spec is None:
+        if len(specs) >= 256:  # lengths that keep changing must not pile up
+            specs.clear()
+        spec = specs[key] = _spec(local, mesh, placements)
+    return DTensor(local, spec, requires_grad=requires_grad)  # type: ignore[no-untyped-call]
+
+
+def _spec(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Any:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._utils import compute_global_tensor_info
 
     shape, stride = compute_global_tensor_info(local, mesh, placements)
     meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=requires_grad)  # type: ignore[no-untyped-call]
+    return DTensorSpec(mesh, placements, tensor_meta=meta)
 
 
 def local_shard(tensor: DTensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from hp_mesh._torch import from_local
+from hp_mesh._torch import from_local, to_local
 from hp_mesh.plain import cut_balanced, share_of_replicated
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def _operand(
             grads.append(placement)
         if name is not None and name in label and isinstance(placement, Replicate):
             cuts.setdefault(name, []).append(axis)
-    local = tensor.to_local(grad_placements=grads)
+    local = to_local(tensor, grads)
     for name, axes in cuts.items():
         dim = label.index(name)
         if tensor.size(dim) == 1 and sizes[name] > 1:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from hp_mesh._torch import from_local, lies_elsewhere
+from hp_mesh._torch import from_local, lies_elsewhere, to_local
 from hp_mesh.checks import fail
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def _align_balanced(view: View, name: str, tensor: DTensor, anchor: DTensor) -> 
         dim = of_anchor.dim + tensor.ndim - anchor.ndim
         if dim < 0 or tensor.size(dim) == 1:
             continue
-        local = tensor.to_local(grad_placements=view.partial_grads(placements))
+        local = to_local(tensor, view.partial_grads(placements))
         local, _ = cut_balanced(view, name, local, dim, anchor.size(of_anchor.dim))
         placements[axis] = Shard(dim)
         tensor = from_local(local, view.mesh, placements, view.partial_grads(placements))

@@ -54,6 +54,8 @@ def _reshape(
     x = args[0] if args else None
     if not isinstance(x, DTensor) or not view.owns(x):
         return func(*args, **kwargs)
+    if func is Tensor.view and not local_shard(x).is_contiguous() and not _is_dtype(args[1:]):
+        func = Tensor.reshape  # a shard may lie apart where the whole would not
     is_whole = any(isinstance(x.placements[axis], Replicate) for axis in view.cp_axes)
     if not (is_whole and x.requires_grad and torch.is_grad_enabled()):
         args, kwargs = enter_view(view, func, args, kwargs)
@@ -82,11 +84,17 @@ def _split(
     return tuple(x.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False))
 
 
+def _is_dtype(args: Sequence[Any]) -> bool:
+    return bool(args) and isinstance(args[0], torch.dtype)
+
+
 class _Reshape(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, shaped: DTensor) -> DTensor:
         ctx.shape, ctx.before, ctx.after = local_shard(x).shape, x.placements, shaped.placements
-        return wrap_detached(local_shard(shaped), x.device_mesh, shaped.placements, True)
+        return wrap_detached(
+            local_shard(shaped), x.device_mesh, tuple(shaped.placements), True
+        )
 
     @staticmethod
     @once_differentiable
@@ -96,9 +104,9 @@ class _Reshape(torch.autograd.Function):
             for present, after in zip(grad.placements, ctx.after, strict=True)
         ]
         grad = redistribute(grad, target)
-        placements = [
+        placements = tuple(
             present if present.is_partial() else before
             for present, before in zip(target, ctx.before, strict=True)
-        ]
+        )
         local = local_shard(grad).reshape(ctx.shape)
         return wrap_detached(local, grad.device_mesh, placements, False), None

@@ -19,9 +19,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from hp_mesh._torch import (
     push_function_mode,
     remove_function_modes,
     without_communication,
+    without_innermost_mode,
 )
 from hp_mesh.checks import fail
 from hp_mesh.contraction import register_contractions
@@ -122,36 +123,41 @@ class View(TorchFunctionMode):
     head_axis: int | None = None
     head_group: tuple[int, int] = (0, 1)
     frame: FrameType | None = field(default=None, repr=False)
+    _paused: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__init__()
 
     def is_live(self) -> bool:
         """Whether the module call that opened this view is still running on this thread."""
-        return self._frames_since_entry() is not None
-
-    def _frames_since_entry(self) -> set[CodeType] | None:
-        """Return the code between the module call and here; None if the call has ended."""
-        codes: set[CodeType] = set()
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame is self.frame:
-                return codes
-            codes.add(frame.f_code)
+        while frame is not None and frame is not self.frame:
             frame = frame.f_back
-        return None
+        return frame is not None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let the ops of the boundary itself pass unseen: they are local, and not the module's."""
+        with without_innermost_mode(self) as is_off:
+            self._paused = not is_off
+            try:
+                yield
+            finally:
+                self._paused = False
 
     def refuse_checkpoint(self) -> None:
         """Refuse activation checkpointing *inside* the module: it is recomputed without a view."""
-        codes = self._frames_since_entry() or set()
         checkpoint, reentrant = checkpoint_codes()
-        if reentrant in codes or (checkpoint in codes and torch.is_grad_enabled()):
-            raise fail(
-                self.where,
-                "torch.utils.checkpoint is called inside the boundary, where backward would "
-                "recompute attention without this rank's place in the sequence",
-                "put the checkpoint around the module, or around the whole layer",
-            )
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self.frame:
+            code, frame = frame.f_code, frame.f_back
+            if code is reentrant or (code is checkpoint and torch.is_grad_enabled()):
+                raise fail(
+                    self.where,
+                    "torch.utils.checkpoint is called inside the boundary, where backward would "
+                    "recompute attention without this rank's place in the sequence",
+                    "put the checkpoint around the module, or around the whole layer",
+                )
 
     def partial_grads(self, placements: Sequence[Placement]) -> tuple[Placement, ...]:
         """Return ``placements`` with ``Partial()`` where a CP axis is replicated.
@@ -180,7 +186,7 @@ class View(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.is_live():
+        if self._paused or not self.is_live():
             return func(*args, **kwargs)
         handler = _handler_of(func)
         owned = [t for t in _tensors(args, kwargs) if isinstance(t, DTensor) and self.owns(t)]

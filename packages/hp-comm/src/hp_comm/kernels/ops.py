@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -22,7 +23,12 @@ class Kernels(Protocol):
     """What an implementation module offers; `reference` says what each one means."""
 
     def pack(
-        self, xs: list[Tensor], dims: list[int], counts: list[int], index: list[int]
+        self,
+        xs: list[Tensor],
+        dims: list[int],
+        counts: list[int],
+        index: list[int],
+        joined: Sequence[int] = (),
     ) -> Tensor:
         """See `reference.pack`."""
 
@@ -33,6 +39,7 @@ class Kernels(Protocol):
         dims: list[int],
         counts: list[int],
         index: list[int],
+        joined: Sequence[int] = (),
     ) -> list[Tensor]:
         """See `reference.unpack`."""
 
@@ -73,8 +80,10 @@ def _nest(shapes: list[int], ndims: list[int]) -> list[list[int]]:
 
 
 @torch.library.custom_op("hp_comm::pack", mutates_args=())
-def _pack(xs: list[Tensor], dims: list[int], counts: list[int], index: list[int]) -> Tensor:
-    return implementation(xs[0]).pack(xs, dims, counts, index)
+def _pack(
+    xs: list[Tensor], dims: list[int], counts: list[int], index: list[int], joined: list[int]
+) -> Tensor:
+    return implementation(xs[0]).pack(xs, dims, counts, index, joined)
 
 
 @torch.library.custom_op("hp_comm::unpack", mutates_args=())
@@ -85,13 +94,16 @@ def _unpack(
     dims: list[int],
     counts: list[int],
     index: list[int],
+    joined: list[int],
 ) -> list[Tensor]:
     kernels = implementation(buffer)
-    return kernels.unpack(buffer, _nest(shapes, ndims), dims, counts, index)
+    return kernels.unpack(buffer, _nest(shapes, ndims), dims, counts, index, joined)
 
 
 @_pack.register_fake
-def _(xs: list[Tensor], dims: list[int], counts: list[int], index: list[int]) -> Tensor:
+def _(
+    xs: list[Tensor], dims: list[int], counts: list[int], index: list[int], joined: list[int]
+) -> Tensor:
     return xs[0].new_empty(reference.packed_size([list(x.shape) for x in xs], dims, counts))
 
 
@@ -103,8 +115,14 @@ def _(
     dims: list[int],
     counts: list[int],
     index: list[int],
+    joined: list[int],
 ) -> list[Tensor]:
     return [buffer.new_empty(shape) for shape in _nest(shapes, ndims)]
+
+
+def _no_grads(cut: list[list[int]]) -> list[Any]:
+    """Return what stands for the gradient of lists of numbers: torch takes an empty one as is."""
+    return [None if numbers else [] for numbers in cut]
 
 
 def _remember_pack(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -113,7 +131,7 @@ def _remember_pack(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _pack_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return unpack(grad.contiguous(), ctx.shapes, *ctx.cut), None, None, None
+    return unpack(grad.contiguous(), ctx.shapes, *ctx.cut), *_no_grads(ctx.cut)
 
 
 def _remember_unpack(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -121,7 +139,7 @@ def _remember_unpack(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) ->
 
 
 def _unpack_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    return pack(list(grads), *ctx.cut), None, None, None, None, None
+    return pack(list(grads), *ctx.cut), None, None, *_no_grads(ctx.cut)
 
 
 _pack.register_autograd(_pack_backward, setup_context=_remember_pack)
@@ -133,11 +151,17 @@ def _is_plain(x: Tensor) -> bool:
     return type(x) is Tensor and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def pack(xs: list[Tensor], dims: list[int], counts: list[int], index: list[int]) -> Tensor:
+def pack(
+    xs: list[Tensor],
+    dims: list[int],
+    counts: list[int],
+    index: list[int],
+    joined: Sequence[int] = (),
+) -> Tensor:
     """Call ``hp_comm::pack``; see `reference.pack`."""
     if _is_plain(xs[0]):
-        return implementation(xs[0]).pack(xs, dims, counts, index)
-    return cast(Tensor, _pack(xs, dims, counts, index))
+        return implementation(xs[0]).pack(xs, dims, counts, index, joined)
+    return cast(Tensor, _pack(xs, dims, counts, index, list(joined)))
 
 
 def unpack(
@@ -146,10 +170,11 @@ def unpack(
     dims: list[int],
     counts: list[int],
     index: list[int],
+    joined: Sequence[int] = (),
 ) -> list[Tensor]:
     """Call ``hp_comm::unpack``; see `reference.unpack`."""
     if _is_plain(buffer):
-        return implementation(buffer).unpack(buffer, shapes, dims, counts, index)
+        return implementation(buffer).unpack(buffer, shapes, dims, counts, index, joined)
     flat = [n for shape in shapes for n in shape]
     ndims = [len(shape) for shape in shapes]
-    return cast(list[Tensor], _unpack(buffer, flat, ndims, dims, counts, index))
+    return cast(list[Tensor], _unpack(buffer, flat, ndims, dims, counts, index, list(joined)))

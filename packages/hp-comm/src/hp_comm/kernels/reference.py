@@ -11,6 +11,11 @@ positions in the same order, or nothing when each tensor is cut into consecutive
     buffer:   | q head 0, k head 0 | q head 1, k head 0 | q head 2, k head 1 | q head 3, k head 1 |
                  to rank 0            to rank 1            to rank 2            to rank 3
 
+With ``joined = [first, along]`` the dim ``first`` leads on the wire and the tensors of one part lie
+side by side along ``along``, as one tensor: of ``q`` and ``k`` above, cut by heads and joined with
+``[1, 2]``, rank ``p`` gets rows of ``(q head p, k head ..)``. The ranks' parts then follow one
+another as the rows of one ``[S, B, 2, D]``, which needs no unpacking: q and k are slices of it.
+
 `pack` and `unpack` are linear and each is the other's transpose, so each is also the other's
 gradient; where no position is sent twice, `unpack` undoes `pack`.
 """
@@ -68,12 +73,25 @@ def _with(shape: Sequence[int], dim: int, length: int) -> list[int]:
     return [*shape[:dim], length, *shape[dim + 1 :]]
 
 
+def _blocks(
+    shapes: Sequence[Sequence[int]], dims: Sequence[int], along: int | None, counts: Sequence[int]
+) -> tuple[list[list[int]], list[int]]:
+    """Return the shape of each tensor's place in one part, and where it starts in the part.
+
+    Joined, starts are positions on ``along``; else, elements.
+    """
+    places = [_with(shape, dim, n) for shape, dim, n in zip(shapes, dims, counts, strict=True)]
+    steps = [prod(place) if along is None else place[along] for place in places]
+    return places, [0, *accumulate(steps)]
+
+
 def _parts_of(
     buffer: Tensor,
     shapes: Sequence[Sequence[int]],
     dims: Sequence[int],
     counts: Sequence[int],
     index: Sequence[int],
+    along: int | None,
 ) -> Iterator[tuple[int, _Run, Tensor]]:
     """Walk the buffer: tensor, run on its dim, and the run's place ``[.., length, ..]``."""
     num_parts = len(counts) // len(shapes)
@@ -85,11 +103,17 @@ def _parts_of(
         at += sum(own) if index else 0
     offset = 0
     for p in range(num_parts):
-        for t, (shape, dim) in enumerate(zip(shapes, dims, strict=True)):
-            count = counts[t * num_parts + p]
-            size = prod(_with(shape, dim, count))
-            piece = buffer[offset : offset + size].view(_with(shape, dim, count))
-            offset += size
+        places, starts = _blocks(shapes, dims, along, counts[p::num_parts])
+        size = sum(map(prod, places))
+        part = buffer[offset : offset + size]
+        offset += size
+        if along is not None:
+            part = part.view(_with(places[0], along, starts[-1]))
+        for t, (place, dim) in enumerate(zip(places, dims, strict=True)):
+            if along is None:
+                piece = part[starts[t] : starts[t + 1]].view(place)
+            else:
+                piece = part.narrow(along, starts[t], place[along])
             at = 0
             for run in table[t][p]:
                 yield t, run, piece.narrow(dim, at, run.length)
@@ -97,15 +121,23 @@ def _parts_of(
 
 
 def _even_views(
-    buffer: Tensor, shapes: Sequence[Sequence[int]], dims: Sequence[int], num_parts: int
+    buffer: Tensor,
+    shapes: Sequence[Sequence[int]],
+    dims: Sequence[int],
+    num_parts: int,
+    along: int | None,
 ) -> Iterator[Tensor]:
     """View the buffer as one ``[P, .., n/P, ..]`` per tensor: a single copy fills it."""
-    slabs = buffer.view(num_parts, -1)
-    offset = 0
-    for shape, dim in zip(shapes, dims, strict=True):
-        piece = _with(shape, dim, shape[dim] // num_parts)
-        yield slabs[:, offset : offset + prod(piece)].view(num_parts, *piece)
-        offset += prod(piece)
+    counts = [shape[dim] // num_parts for shape, dim in zip(shapes, dims, strict=True)]
+    places, starts = _blocks(shapes, dims, along, counts)
+    if along is None:
+        slabs = buffer.view(num_parts, -1)
+        for place, start, stop in zip(places, starts, starts[1:], strict=False):
+            yield slabs[:, start:stop].view(num_parts, *place)
+    else:
+        parts = buffer.view(num_parts, *_with(places[0], along, starts[-1]))
+        for place, start in zip(places, starts, strict=False):
+            yield parts.narrow(along + 1, start, place[along])
 
 
 def _split(x: Tensor, dim: int, num_parts: int) -> Tensor:
@@ -113,7 +145,27 @@ def _split(x: Tensor, dim: int, num_parts: int) -> Tensor:
     return x.view(parted).movedim(dim, 0)  # [P, .., n/P, ..]
 
 
-def pack(xs: list[Tensor], dims: list[int], counts: list[int], index: list[int]) -> Tensor:
+def _lead(
+    xs: list[Tensor], dims: list[int], joined: list[int]
+) -> tuple[list[Tensor], list[int], int | None]:
+    """Return the tensors with the leading dim in front, their cut dims, and the joined dim."""
+    if not joined:
+        return xs, dims, None
+    first, along = joined
+
+    def moved(dim: int) -> int:
+        return 0 if dim == first else dim + (dim < first)
+
+    return [x.movedim(first, 0) for x in xs], [moved(dim) for dim in dims], moved(along)
+
+
+def pack(
+    xs: list[Tensor],
+    dims: list[int],
+    counts: list[int],
+    index: list[int],
+    joined: Sequence[int] = (),
+) -> Tensor:
     """Write what each rank gets from every tensor into one send buffer.
 
     Args:
@@ -121,20 +173,23 @@ def pack(xs: list[Tensor], dims: list[int], counts: list[int], index: list[int])
         dims: The dim that is cut, per tensor, not negative.
         counts: Positions that each rank gets, ``P`` numbers per tensor.
         index: Which positions, in the order of ``counts``; empty for consecutive ranges.
+        joined: ``[first, along]``: tensors side by side, see the head of this file. They may differ
+            on ``along`` only.
 
     Returns:
         Flat dense buffer; rank ``p``'s part holds its slice of ``xs[0]``, of ``xs[1]``, and so on,
-        each dense.
+        each dense, or all of them side by side.
     """
     num_parts = len(counts) // len(xs)
+    xs, dims, along = _lead(xs, dims, list(joined))
     shapes = [list(x.shape) for x in xs]
     buffer = xs[0].new_empty(packed_size(shapes, dims, counts))
     if not index and buffer.numel() and _is_even(counts, num_parts):
-        views = _even_views(buffer, shapes, dims, num_parts)
+        views = _even_views(buffer, shapes, dims, num_parts, along)
         for x, dim, view in zip(xs, dims, views, strict=True):
             view.copy_(_split(x, dim, num_parts))
         return buffer
-    for t, run, place in _parts_of(buffer, shapes, dims, counts, index):
+    for t, run, place in _parts_of(buffer, shapes, dims, counts, index, along):
         place.copy_(xs[t].narrow(dims[t], run.start, run.length))
     return buffer
 
@@ -145,6 +200,7 @@ def unpack(
     dims: list[int],
     counts: list[int],
     index: list[int],
+    joined: Sequence[int] = (),
 ) -> list[Tensor]:
     """Split a buffer laid out by `pack` into tensors; positions sent several times are summed.
 
@@ -154,20 +210,23 @@ def unpack(
         dims: As in `pack`.
         counts: As in `pack`: here, positions that came from each rank.
         index: As in `pack`; a position that is not listed becomes zero.
+        joined: As in `pack`.
 
     Returns:
         Dense tensors. Sums run over ranks in ascending order, in the buffer's dtype.
     """
     num_parts = len(counts) // len(shapes)
     outs = [buffer.new_empty(shape) for shape in shapes]
+    leading, dims, along = _lead(outs, dims, list(joined))
+    shapes = [list(x.shape) for x in leading]
     if not index and buffer.numel() and _is_even(counts, num_parts):
-        views = _even_views(buffer, shapes, dims, num_parts)
-        for out, dim, view in zip(outs, dims, views, strict=True):
+        views = _even_views(buffer, shapes, dims, num_parts, along)
+        for out, dim, view in zip(leading, dims, views, strict=True):
             _split(out, dim, num_parts).copy_(view)
         return outs
-    _zero_what_nobody_sends(outs, dims, counts, index)
-    for t, run, place in _parts_of(buffer, shapes, dims, counts, index):
-        rows = outs[t].narrow(dims[t], run.start, run.length)
+    _zero_what_nobody_sends(leading, dims, counts, index)
+    for t, run, place in _parts_of(buffer, shapes, dims, counts, index, along):
+        rows = leading[t].narrow(dims[t], run.start, run.length)
         if run.again:
             rows.add_(place)
         else:
