@@ -331,6 +331,54 @@ def test_balance_adds_one_half_of_q_out_and_one_of_the_output_back() -> None:
             assert found.count("p2p", phase) == (2 if swaps else 0)
 
 
+@pytest.mark.parametrize(
+    ("P", "u", "H", "kv", "lb"),
+    [(2, 1, 3, 3, False), (3, 1, 7, 5, True), (4, 1, 8, 1, False), (4, 2, 8, 4, False)],
+)
+def test_kv_that_are_not_kept_cost_one_more_gather(
+    P: int, u: int, H: int, kv: int, lb: bool
+) -> None:
+    """(A/P) 2 Hk (c-1) more in backward, first of all; between passes 1/c of K and V stays."""
+    kept, gathered = volume(P, u, H, kv, lb=lb), volume(P, u, H, kv, lb=lb, keep_kv=False)
+    c = P // u
+
+    rows = [row for row in gathered.collectives if row.phase == "backward"]
+    assert [(row.kind, row.axis, row.what) for row in rows[:2]] == [
+        ("all_gather", "colossal", "k"),
+        ("all_gather", "colossal", "v"),
+    ]
+    assert sum(row.bytes_sent for row in rows[:2]) == A * 2 * kv * (c - 1) // P
+    assert [row for row in gathered.collectives if row not in rows[:2]] == list(kept.collectives)
+    assert kept.saved_kv_bytes == kept.resident_kv_bytes == 2 * A * kv // u
+    assert gathered.saved_kv_bytes == kept.saved_kv_bytes // c
+    assert gathered.resident_kv_bytes == kept.resident_kv_bytes
+
+
+def test_saved_kv_are_those_of_all_head_groups_and_of_expanded_heads() -> None:
+    """Groups at work are one, saved are all; one KV head per query head where they are uneven."""
+    one, four = (volume(4, 1, 8, 8, head_groups=n) for n in (1, 4))
+    assert four.saved_kv_bytes == one.saved_kv_bytes == 4 * four.resident_kv_bytes
+
+    uneven = volume(4, 2, 12, 3)
+    assert uneven.saved_kv_bytes == 2 * A * 6  # 6 query heads, which share 2 KV heads as 4 and 2
+    assert volume(4, 2, 12, 3, keep_kv=False).saved_kv_bytes == 2 * A * 2 // 2
+
+
+def test_ulysses_has_no_gather_to_repeat() -> None:
+    """The plan refuses it, with the degrees that do gather; one rank may say anything."""
+    with pytest.raises(
+        ValueError,
+        match=r"X: keep_kv \(False\) must come with a gather of k and v, which ulysses_degree "
+        r"\(4\) on 4 ranks does not do; leave keep_kv out, or use ulysses_degree=1 or 2$",
+    ):
+        make_plan(4).check_keep_kv(False, where="X")
+    with pytest.raises(ValueError, match=r"^Plan.describe: keep_kv"):
+        volume(3, None, 6, 6, keep_kv=False)
+    make_plan(4).check_keep_kv(True)
+    make_plan(1).check_keep_kv(False)
+    make_plan(6, 2).check_keep_kv(False)
+
+
 def test_overlap_sends_each_of_q_k_v_by_itself() -> None:
     """Async Ulysses is three all-to-alls in and one out, with the bytes of the sync one."""
     sync, split = volume(4, None, 8, 4), volume(4, None, 8, 4, overlap=True)
