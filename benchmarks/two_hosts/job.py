@@ -38,7 +38,7 @@ Found = dict[str, Any]
 def main(config: Found) -> None:
     """Measure every family at every rate."""
     # the default on gloo, comparing in each call, is for debugging: it waits, also behind a launch
-    os.environ["HP_PREFLIGHT"] = "first"
+    os.environ.setdefault("HP_PREFLIGHT", "first")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))

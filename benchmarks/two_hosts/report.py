@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -54,14 +55,17 @@ def derive(one: dict[str, Any]) -> dict[str, Any]:
     best = simulate(step(one["family"], one["kind"], one["groups"], one["pieces"]))
     wall, alone = statistics.median(one["walls"]), statistics.median(one["alone"])
     exposed = statistics.median(w - a for w, a in zip(one["walls"], one["alone"], strict=True))
+    cpu = {name: one["wire_cpu"].get(name, 0.0) for name in one["pieces"]}
+    busy = simulate(step(one["family"], one["kind"], one["groups"], cpu)).transfers
     measures = one["kind"] != "sync" and best.hideable > WORTH * best.transfers
     return {
         "family": one["family"],
         "rate": one["rate"],
         "name": one["name"],
         "wall": wall,
-        "compute": alone,
+        "compute only": alone,
         "transfers": best.transfers,
+        "wire cpu": busy / (os.cpu_count() or 1),
         "bound": best.exposed,
         "exposed": exposed,
         "share": (exposed - best.exposed) / best.hideable if measures else None,
@@ -72,11 +76,11 @@ def derive(one: dict[str, Any]) -> dict[str, Any]:
 def table(family: str, rows: list[dict[str, Any]]) -> Table:
     """Return the table of one family."""
     made = Table(title=f"{family}: exposed communication, ms")
-    heads = ("mbit", "mode", "wall", "compute only", "transfers", "exposed", "bound", "share")
-    for head in heads:
+    numbers = ("wall", "compute only", "transfers", "wire cpu", "bound", "exposed")
+    for head in ("mbit", "mode", *numbers, "share"):
         made.add_column(head, justify="left" if head == "mode" else "right")
     for row in rows:
-        cells = [f"{row[key]:.0f}" for key in ("wall", "compute", "transfers", "exposed", "bound")]
+        cells = [f"{row[key]:.0f}" for key in numbers]
         share = "" if row["share"] is None else f"{row['share']:.0%}"
         made.add_row(f"{row['rate']:g}", row["name"], *cells, share)
     return made
