@@ -8,10 +8,10 @@ import statistics
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from schedule import simulate, step
@@ -108,7 +108,7 @@ def provenance() -> dict[str, Any]:
         check=False,
     )
     return {
-        "versions": {"torch": torch.__version__},
+        "versions": {"torch": version("torch")},
         "commit": commit.stdout.strip() or None,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

@@ -135,7 +135,8 @@ class TwoHosts:
 
     def close(self) -> None:
         """End the run and delete the hosts; a second signal does not interrupt it."""
-        before = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)}
+        ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in ends}
         try:
             for process in self.processes:
                 if process.poll() is None:

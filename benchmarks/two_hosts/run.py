@@ -48,14 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeline", action="store_true", help="print when each exchange ran")
     parser.add_argument("--record", type=Path, help="append the rows to this file as JSON lines")
     options = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, stop)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
     try:
         found = measure(options)
     except Unavailable as reason:
         print(f"no two hosts here: {reason}")
         return 1 if os.environ.get("HP_REQUIRE_TWO_HOSTS") == "1" else 0
-    except KeyboardInterrupt:
-        return 130
     return report.report(found, timeline=options.timeline, record=options.record)
 
 
