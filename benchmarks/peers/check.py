@@ -55,8 +55,7 @@ def check(rank: int, name: str, case: Case, oracle: Path) -> dict[str, Any]:
         output = attention(*rows.inputs)
         torch.autograd.backward(output, rows.upstream.to(output.dtype))
         found.off = differences(case, rank, rows, output, oracle)
-        found.sent = _count(attention, rows)
-        found.saved_bytes = _saved(attention, rows)
+        found.sent, found.saved_bytes = _count(attention, rows)
     except Exception as problem:
         found.status, found.reason = "raises", _text(problem)
         return asdict(found)
@@ -75,26 +74,11 @@ def _text(problem: Exception) -> str:
     return f"{type(problem).__name__}: {first.strip()}"[:200]
 
 
-def _count(attention: Attention, rows: Shard) -> dict[str, dict[str, Any]]:
-    """Count one forward and one backward; not the first, which may compare the ranks."""
-    rows.clear()
-    with count_collectives() as forward:
-        output = attention(*rows.inputs)
-    with count_collectives() as backward:
-        torch.autograd.backward(output, rows.upstream)
-    return {
-        way: {
-            "count": seen.count(),
-            "bytes": seen.bytes(),
-            "kinds": seen.summary(),
-            "preflight": Counter(record.kind for record in seen.records)["preflight"],
-        }
-        for way, seen in (("forward", forward), ("backward", backward))
-    }
+def _count(attention: Attention, rows: Shard) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return what one step sends, by direction, and the bytes of all storages it saves.
 
-
-def _saved(attention: Attention, rows: Shard) -> int:
-    """Return the bytes of all storages that are saved for backward."""
+    Not the first step, which may compare the ranks.
+    """
     rows.clear()
     storages: dict[int, torch.UntypedStorage] = {}
 
@@ -104,7 +88,18 @@ def _saved(attention: Attention, rows: Shard) -> int:
         storages[storage.data_ptr()] = storage  # held, so that no address is used twice
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    with count_collectives() as forward, hooks:
         output = attention(*rows.inputs)
-    torch.autograd.backward(output, rows.upstream)
-    return sum(storage.nbytes() for storage in storages.values())
+    with count_collectives() as backward:
+        torch.autograd.backward(output, rows.upstream)
+    sent = {
+        way: {
+            "count": seen.count(),
+            "bytes": seen.bytes(),
+            "kinds": seen.summary(),
+            "preflight": Counter(record.kind for record in seen.records)["preflight"],
+        }
+        for way, seen in (("forward", forward), ("backward", backward))
+    }
+    return sent, sum(storage.nbytes() for storage in storages.values())

@@ -69,6 +69,8 @@ def show_case(case: Case, rows: Sequence[Row], rounds: int) -> None:
     for row in rows:
         if row["status"] != "ok":
             console.print(f"  {row['impl']}: {row['status']}: {row['reason']}", markup=False)
+        elif "untimed" in row:
+            console.print(f"  {row['impl']}: not timed: {row['untimed']}", markup=False)
 
 
 def _caption(rows: Sequence[Row]) -> str:

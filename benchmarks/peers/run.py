@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +22,7 @@ from peers.timing import ORACLE, WIRE, time_rounds
 __all__ = ["Bench", "merge"]
 
 Row = dict[str, Any]
-CHECK_SECONDS = 120.0
+CHECK_SECONDS = 300.0
 """For one contender, the first import of its library included."""
 
 
@@ -59,9 +60,15 @@ class Bench:
         names = [name for name, row in rows.items() if row["status"] == "ok"]
         if rounds and names:
             seconds = 120.0 + rounds * len(names) * 30.0
-            measured = self.pool.run(time_rounds, case, names, rounds, timeout=seconds)
-            for name, times in summarize(measured, names).items():
-                rows[name].update(times)
+            try:
+                measured = self.pool.run(time_rounds, case, names, rounds, timeout=seconds)
+            except Exception as problem:  # the next case gets new ranks
+                self.pool.close()
+                for name in names:
+                    rows[name]["untimed"] = _text(problem)
+            else:
+                for name, times in summarize(measured, names).items():
+                    rows[name].update(times)
         return list(rows.values())
 
     def _check(self, contender: Contender, case: Case, oracle: Path) -> Row:
@@ -80,10 +87,9 @@ class Bench:
             found = self.pool.run(check, contender.name, case, oracle, timeout=CHECK_SECONDS)
         except Exception as problem:  # a rank that hung or died; the next call gets new ranks
             self.pool.close()
-            text = str(problem.__cause__ or problem).splitlines()[0]
-            return {**row, "status": "raises", "reason": f"{type(problem).__name__}: {text}"[:200]}
+            return {**row, "status": "raises", "reason": _text(problem)}
         merged = merge(found)
-        if merged["status"] != "ok" and not merged.pop("alike"):
+        if not merged.pop("alike"):
             self.pool.close()  # some ranks may wait in a collective that the others left out
         row.update(merged)
         if contender.mode is not None and merged["status"] == "ok":
@@ -92,6 +98,12 @@ class Bench:
                 sent = [one["sent"][way]["bytes"] / formula for one in found]
                 row[f"bytes_ratio_{way}"] = max(sent, key=lambda ratio: abs(ratio - 1))
         return row
+
+
+def _text(problem: Exception) -> str:
+    cause = problem.__cause__ or problem
+    first = next(iter(str(cause).splitlines()), "")
+    return f"{type(cause).__name__}: {first}"[:200]
 
 
 def merge(found: Sequence[Row]) -> Row:
@@ -130,6 +142,13 @@ def summarize(measured: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[
     rows: dict[str, Row] = {}
     for name in names:
         wall = walls(name)
+        if len(wall) < len(oracle):
+            floor_ms = 1e3 * statistics.median(floor)
+            rows[name] = {
+                "untimed": f"one step took {1e3 * wall[0]:.0f} ms, {1e3 * wall[0] / floor_ms:.1f} "
+                "times the floor"
+            }
+            continue
         rows[name] = {
             "ms": quantiles([1e3 * x for x in wall]),
             "forward_ms": quantiles([1e3 * x for x in walls(name, 1)]),

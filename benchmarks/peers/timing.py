@@ -19,10 +19,12 @@ from peers.formulas import exchange_elements
 from peers.kernel import attention
 from peers.oracle import Shard, shard
 
-__all__ = ["ORACLE", "WIRE", "time_rounds"]
+__all__ = ["ORACLE", "TOO_SLOW", "WIRE", "time_rounds"]
 
 ORACLE = "oracle"
 WIRE = "wire"
+TOO_SLOW = 4.0
+"""Times the floor: a peer that takes longer in its second step is not worth an hour of rounds."""
 
 Step = Callable[[], float]
 """Runs once; returns the seconds of its forward part."""
@@ -31,7 +33,10 @@ Step = Callable[[], float]
 def time_rounds(
     rank: int, case: Case, names: Sequence[str], rounds: int
 ) -> dict[str, list[list[float]]]:
-    """Return ``{name: [[wall, forward wall, main thread's CPU], ...]}`` in seconds, by round."""
+    """Return ``{name: [[wall, forward wall, main thread's CPU], ...]}`` in seconds, by round.
+
+    A peer that is `TOO_SLOW` has the one step that showed it, and no other.
+    """
     rows = shard(case, rank)
     steps: dict[str, tuple[Step, str]] = {
         ORACLE: (_step(_oracle(case), _oracle_shard(case, rank)), "first"),
@@ -43,6 +48,10 @@ def time_rounds(
         os.environ["HP_PREFLIGHT"] = preflight
         step()
     times: dict[str, list[list[float]]] = {name: [] for name in steps}
+    slow = _too_slow({name: step for name, (step, _) in steps.items() if not _is_ours(name)})
+    for name, seconds in slow.items():
+        times[name].append([seconds, 0.0, 0.0])
+        del steps[name]
     for number in range(rounds):
         gc.collect()
         gc.disable()  # a collection belongs to no contender
@@ -54,6 +63,25 @@ def time_rounds(
             times[name].append([time.perf_counter() - start, forward, time.thread_time() - cpu])
         gc.enable()
     return times
+
+
+def _is_ours(name: str) -> bool:
+    return name not in (ORACLE, WIRE) and find(name).ours
+
+
+def _too_slow(steps: dict[str, Step]) -> dict[str, float]:
+    """Return the seconds of those that take `TOO_SLOW` times the floor, alike on all ranks."""
+    walls = []
+    for step in steps.values():
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        walls.append(time.perf_counter() - start)
+    agreed = torch.tensor(walls, dtype=torch.float64)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+    seconds = dict(zip(steps, agreed.tolist(), strict=True))
+    limit = TOO_SLOW * (seconds[ORACLE] + seconds[WIRE])
+    return {name: wall for name, wall in seconds.items() if wall > limit}
 
 
 def _step(attention_of: Attention, rows: Shard) -> Step:
