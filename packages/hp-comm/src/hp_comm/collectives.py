@@ -250,6 +250,7 @@ def gather_seq(
     *,
     seq_dim: int,
     lengths: Sequence[int] | None = ...,
+    dense: bool = ...,
     async_op: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -259,6 +260,7 @@ def gather_seq(
     *,
     seq_dim: int,
     lengths: Sequence[int] | None = ...,
+    dense: bool = ...,
     async_op: Literal[True],
 ) -> Handle[Tensor]: ...
 @overload
@@ -268,6 +270,7 @@ def gather_seq(
     *,
     seq_dim: int,
     lengths: Sequence[int] | None = ...,
+    dense: bool = ...,
     async_op: Literal[False] = ...,
 ) -> Tensors: ...
 @overload
@@ -277,6 +280,7 @@ def gather_seq(
     *,
     seq_dim: int,
     lengths: Sequence[int] | None = ...,
+    dense: bool = ...,
     async_op: Literal[True],
 ) -> Handle[Tensors]: ...
 def gather_seq(
@@ -285,6 +289,7 @@ def gather_seq(
     *,
     seq_dim: int,
     lengths: Sequence[int] | None = None,
+    dense: bool = True,
     async_op: bool = False,
 ) -> Any:
     """Gather the whole sequence on every rank.
@@ -296,10 +301,12 @@ def gather_seq(
         seq_dim: Dim of ``x`` that holds the sequence.
         lengths: Local sequence lengths of the ranks. Default: all as long as this rank's. Unequal
             ones are padded to the longest on the wire.
+        dense: Whether each result must be dense. If not, it is what arrived, rows first, without
+            the copy that a batch in front of the sequence asks for.
         async_op: Return a `Handle` and let the transfer overlap with what comes next.
 
     Returns:
-        ``[B, S, H, D]``, dense; a tuple for several. Backward is one reduce-scatter each: the
+        ``[B, S, H, D]``; a tuple for several. Backward is one reduce-scatter each: the
         gradient of a shard is the *sum* of what all ranks found for it, in the gradient's dtype,
         never divided.
     """
@@ -316,7 +323,7 @@ def gather_seq(
         shapes.append(tuple(shape))
     if size == 1:
         return _alone(where, x, xs, async_op)
-    return _move(x, Gather(where, group, tuple(parts), tuple(shapes)), xs, async_op)
+    return _move(x, Gather(where, group, tuple(parts), tuple(shapes), not dense), xs, async_op)
 
 
 @overload

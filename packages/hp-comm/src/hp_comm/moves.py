@@ -148,7 +148,7 @@ def landing(like: Tensor, cut: Cut, shape: Shape) -> tuple[Tensor, Callable[[], 
 
 
 def slices(buffer: Tensor, shapes: Sequence[Shape], joined: Sequence[int]) -> list[Tensor]:
-    """Return the tensors that lie side by side in a received buffer, without a copy.
+    """Return the tensors that lie side by side in a received buffer, rows first, without a copy.
 
     Tensors of their own on one storage, not views of one another: autograd lets each be written.
     """

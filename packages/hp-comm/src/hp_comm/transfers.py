@@ -149,15 +149,20 @@ def _wire(cuts: tuple[Cut, ...], shapes: tuple[Shape, ...], size: int) -> _Wire:
 
 @dataclass(frozen=True)
 class Gather(Move):
-    """Join the ranks' parts of each tensor along one dim, on every rank."""
+    """Join the ranks' parts of each tensor along one dim, on every rank.
+
+    With ``rows_first`` that dim leads on the wire: what arrives is the result, seen with its dims
+    in order, and needs no copy. Parts of unequal length are padded, and laid out densely.
+    """
 
     cuts: tuple[Cut, ...]
     shapes: tuple[Shape, ...]  # of the whole tensors
+    rows_first: bool = False
 
     def mirror(self, needed: Sequence[int]) -> ReduceScatter:
         """Sum what every rank found for a shard at the shard's owner."""
         cuts, shapes = tuple(self.cuts[t] for t in needed), tuple(self.shapes[t] for t in needed)
-        return ReduceScatter(self.where, self.group, cuts, shapes)
+        return ReduceScatter(self.where, self.group, cuts, shapes, self.rows_first)
 
     def start(self, xs: Sequence[Tensor], *, overlap: bool) -> Pending:
         """Launch one all-gather per tensor."""
@@ -168,11 +173,18 @@ class Gather(Move):
 
     def _start(self, t: int, x: Tensor, overlap: bool, async_op: bool) -> Transfer:
         cut, shape, size = self.cuts[t], self.shapes[t], _torch.group_size(self.group)
-        if cut.is_even():
+        if not cut.is_even():
+            send, received, finish = _padded_gather(x, cut, shape)
+        elif self.rows_first:
+            send = dense(x.movedim(cut.dim, 0), None, overlap=overlap)
+            received = buffer = x.new_empty(prod(shape))
+
+            def finish() -> list[Tensor]:
+                return slices(buffer, [shape], (cut.dim, cut.dim))
+
+        else:
             send = dense(x, None, overlap=overlap)
             received, finish = landing(x, cut, shape)
-        else:
-            send, received, finish = _padded_gather(x, cut, shape)
         record("all_gather", size, (size - 1) * send.numel() * send.element_size())
         # dim 0 of flat buffers: gathering on another dim would wait inside
         work = _torch.all_gather(received, send, self.group, async_op=async_op)
@@ -185,11 +197,12 @@ class ReduceScatter(Move):
 
     cuts: tuple[Cut, ...]
     shapes: tuple[Shape, ...]  # of the whole tensors
+    rows_first: bool = False  # of the gather that this mirrors
 
     def mirror(self, needed: Sequence[int]) -> Gather:
         """Give every rank the gradient of each part of the sum."""
         cuts, shapes = tuple(self.cuts[t] for t in needed), tuple(self.shapes[t] for t in needed)
-        return Gather(self.where, self.group, cuts, shapes)
+        return Gather(self.where, self.group, cuts, shapes, self.rows_first)
 
     def start(self, xs: Sequence[Tensor], *, overlap: bool) -> Pending:
         """Launch one reduce-scatter per tensor."""

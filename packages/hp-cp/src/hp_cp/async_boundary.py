@@ -235,13 +235,16 @@ class AsyncBoundary(CPBoundary):
         seq_dim, head_dim = learned.dims
         if self.ulysses_group is None:
             assert self.colossal_group is not None, "one rank has no handoffs"
-            return gather_seq(x, self.colossal_group, seq_dim=seq_dim, async_op=True)
+            return gather_seq(
+                x, self.colossal_group, seq_dim=seq_dim, dense=self.wants_dense, async_op=True
+            )
         return seq_to_head(
             x,
             self.ulysses_group,
             seq_dim=seq_dim,
             head_dim=head_dim,
             heads=None if name == "q" else learned.table.kv_sent,
+            dense=self.exchanges_dense,
             async_op=True,
         )
 
@@ -333,7 +336,10 @@ class AsyncBoundary(CPBoundary):
         late = [name for name in ("k", "v") if name not in inputs.claimed]
         if late:
             rows = gather_seq(
-                [xs[name] for name in late], self.colossal_group, seq_dim=inputs.dims[0]
+                [xs[name] for name in late],
+                self.colossal_group,
+                seq_dim=inputs.dims[0],
+                dense=self.wants_dense,
             )
             xs.update(zip(late, rows, strict=True))
         for name, handle in inputs.claimed.items():
@@ -351,6 +357,7 @@ class AsyncBoundary(CPBoundary):
                 seq_dim=seq_dim,
                 head_dim=head_dim,
                 heads=[None if name == "q" else inputs.table.kv_sent for name in late],
+                dense=self.exchanges_dense,
             )
             xs.update(zip(late, heads, strict=True))
         if self.colossal_group is None:
@@ -361,7 +368,13 @@ class AsyncBoundary(CPBoundary):
             xs[name] = inputs.claimed[name].wait()
         self.keep_shards(inputs, xs["k"], xs["v"])
         # the gather runs while q is still on its way
-        rows = gather_seq((xs["k"], xs["v"]), self.colossal_group, seq_dim=seq_dim, async_op=True)
+        rows = gather_seq(
+            (xs["k"], xs["v"]),
+            self.colossal_group,
+            seq_dim=seq_dim,
+            dense=self.wants_dense,
+            async_op=True,
+        )
         if "q" in inputs.claimed:
             xs["q"] = inputs.claimed["q"].wait()
         xs["k"], xs["v"] = rows.wait()

@@ -93,12 +93,17 @@ class CPBoundary(Boundary[Call]):
         return None if self.plan.colossal_degree == 1 else self.cp_mesh.get_group(0)
 
     @property
-    def is_dense(self) -> bool:
-        """Whether what arrives must be dense: for a gather, or a kernel that takes plain tensors.
+    def wants_dense(self) -> bool:
+        """Whether the module must be handed dense tensors: plain ones, for kernels that ask for it.
 
         DTensors need not be: ``view`` of one that lies apart is a reshape (`hp_mesh.reshape`).
         """
-        return self.plan.mode != "ulysses" or self.style.use_local_input
+        return self.style.use_local_input
+
+    @property
+    def exchanges_dense(self) -> bool:
+        """Whether what the all-to-all brings must be dense: a gather sends it on."""
+        return self.wants_dense or self.plan.mode != "ulysses"
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Select q, k, v; check; compare with the other ranks; send; wrap; describe the view."""
@@ -241,11 +246,11 @@ class CPBoundary(Boundary[Call]):
                 seq_dim=seq_dim,
                 head_dim=head_dim,
                 heads=(None, kv_heads, kv_heads),
-                dense=self.is_dense,
+                dense=self.exchanges_dense,
             )
         if self.colossal_group is not None:
             self.keep_shards(inputs, k, v)
-            k, v = gather_seq((k, v), self.colossal_group, seq_dim=seq_dim)
+            k, v = gather_seq((k, v), self.colossal_group, seq_dim=seq_dim, dense=self.wants_dense)
         return self.expand(q, k, v, inputs)
 
     def keep_shards(self, inputs: Inputs, k: Tensor, v: Tensor) -> None:
@@ -281,6 +286,7 @@ class CPBoundary(Boundary[Call]):
             seq_dim=inputs.dims[0],
             head_dim=inputs.dims[1],
             index=self._kv_index(inputs),
+            dense=self.wants_dense,
             overlap=not alone or self.style.head_groups > 1,
         )
         recorder.watch(source, gathered, read_slots(args, kwargs, inputs.slots)[1:])

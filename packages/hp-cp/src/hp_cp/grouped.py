@@ -67,6 +67,7 @@ class _Group:
                 seq_dim=seq_dim,
                 head_dim=head_dim,
                 heads=(None, kv_heads, kv_heads),
+                dense=self.boundary.exchanges_dense,
                 async_op=True,
             )
         else:
@@ -79,7 +80,13 @@ class _Group:
             self.gather = Handle.ready("head groups", (k, v))
         else:
             self.boundary.keep_shards(self.inputs, k, v)
-            self.gather = gather_seq((k, v), group, seq_dim=self.inputs.dims[0], async_op=True)
+            self.gather = gather_seq(
+                (k, v),
+                group,
+                seq_dim=self.inputs.dims[0],
+                dense=self.boundary.wants_dense,
+                async_op=True,
+            )
 
     def advance(self) -> None:
         """Hybrid: once the heads have arrived, start the gather of k and v."""

@@ -121,6 +121,7 @@ class GatheredKV:
         seq_dim: Dim of the gather.
         head_dim: Dim of ``index``.
         index: KV head of each query head, taken after the gather; None to leave heads as they are.
+        dense: As the first gather was asked.
         overlap: Whether something can run beside the second gather.
     """
 
@@ -135,12 +136,13 @@ class GatheredKV:
         seq_dim: int,
         head_dim: int,
         index: Tensor | None,
+        dense: bool,
         overlap: bool,
     ) -> None:
         self.where = where
         self.group = group
         self.seq_dim, self.head_dim, self.index = seq_dim, head_dim, index
-        self.overlap = overlap
+        self.dense, self.overlap = dense, overlap
         self._shards = [Saved.of(x) for x in shards]
         self._watched = [Saved.of(x) for x in watched]
         self._storages = [WeakStorage(x) for x in gathered]
@@ -213,9 +215,11 @@ class GatheredKV:
         shards = [saved.tensor for saved in self._shards]
         with torch.no_grad():
             if overlap:
-                handle = gather_seq(shards, self.group, seq_dim=self.seq_dim, async_op=True)
+                handle = gather_seq(
+                    shards, self.group, seq_dim=self.seq_dim, dense=self.dense, async_op=True
+                )
             else:
-                rows = gather_seq(shards, self.group, seq_dim=self.seq_dim)
+                rows = gather_seq(shards, self.group, seq_dim=self.seq_dim, dense=self.dense)
                 handle = Handle.ready(self.where, rows)
         return _Copy(handle, self._consumers)
 

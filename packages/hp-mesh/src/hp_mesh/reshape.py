@@ -92,9 +92,7 @@ class _Reshape(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, shaped: DTensor) -> DTensor:
         ctx.shape, ctx.before, ctx.after = local_shard(x).shape, x.placements, shaped.placements
-        return wrap_detached(
-            local_shard(shaped), x.device_mesh, tuple(shaped.placements), True
-        )
+        return wrap_detached(local_shard(shaped), x.device_mesh, tuple(shaped.placements), True)
 
     @staticmethod
     @once_differentiable
