@@ -40,7 +40,8 @@ COLUMNS = (
     "ms [25%, 75%]",
     "/ oracle [95% CI]",
     "/ floor [95% CI]",
-    "CPU max/mean",
+    "CPU / oracle",
+    "max/mean",
     "collectives",
     "MiB sent",
     "/ formula",
@@ -86,7 +87,7 @@ def _caption(rows: Sequence[Row]) -> str:
 
 def _times(row: Row) -> tuple[str, ...]:
     if "ms" not in row:
-        return ("", "", "", "")
+        return ("",) * 5
     ms = row["ms"]
     return (
         f"{ms['p50']:.1f} [{ms['p25']:.1f}, {ms['p75']:.1f}]",
@@ -94,6 +95,7 @@ def _times(row: Row) -> tuple[str, ...]:
             f"{row[key]['median']:.3f} [{row[key]['low']:.3f}, {row[key]['high']:.3f}]"
             for key in ("to_oracle", "to_floor")
         ),
+        f"{row['cpu_to_oracle']['median']:.3f}",
         f"{row['cpu_max_over_mean']:.2f}",
     )
 

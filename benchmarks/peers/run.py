@@ -137,6 +137,10 @@ def summarize(measured: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[
         by_rank = [[row[column] for row in rank[name]] for rank in measured]
         return [max(times) for times in zip(*by_rank, strict=True)]
 
+    def work(name: str) -> list[float]:
+        by_rank = [[row[3] for row in rank[name]] for rank in measured]
+        return [sum(times) for times in zip(*by_rank, strict=True)]
+
     oracle = walls(ORACLE)
     floor = [a + b for a, b in zip(oracle, walls(WIRE), strict=True)]
     rows: dict[str, Row] = {}
@@ -156,6 +160,8 @@ def summarize(measured: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[
             "wire_ms": quantiles([1e3 * x for x in walls(WIRE)]),
             "to_oracle": interval(ratios(wall, oracle)).as_dict(),
             "to_floor": interval(ratios(wall, floor)).as_dict(),
+            "cpu_ms": quantiles([1e3 * x / len(measured) for x in work(name)]),
+            "cpu_to_oracle": interval(ratios(work(name), work(ORACLE))).as_dict(),
             "cpu_max_over_mean": imbalance([[row[2] for row in rank[name]] for rank in measured]),
             "walls_ms": [1e3 * x for x in wall],
         }

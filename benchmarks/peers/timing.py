@@ -33,9 +33,9 @@ Step = Callable[[], float]
 def time_rounds(
     rank: int, case: Case, names: Sequence[str], rounds: int
 ) -> dict[str, list[list[float]]]:
-    """Return ``{name: [[wall, forward wall, main thread's CPU], ...]}`` in seconds, by round.
+    """Return ``{name: [[wall, forward wall, main thread's CPU, process's CPU], ...]}`` by round.
 
-    A peer that is `TOO_SLOW` has the one step that showed it, and no other.
+    All in seconds. A peer that is `TOO_SLOW` has the one step that showed it, and no other.
     """
     rows = shard(case, rank)
     steps: dict[str, tuple[Step, str]] = {
@@ -50,7 +50,7 @@ def time_rounds(
     times: dict[str, list[list[float]]] = {name: [] for name in steps}
     slow = _too_slow({name: step for name, (step, _) in steps.items() if not _is_ours(name)})
     for name, seconds in slow.items():
-        times[name].append([seconds, 0.0, 0.0])
+        times[name].append([seconds, 0.0, 0.0, 0.0])
         del steps[name]
     for number in range(rounds):
         gc.collect()
@@ -58,9 +58,10 @@ def time_rounds(
         for name in rotated(list(steps), number):
             step, os.environ["HP_PREFLIGHT"] = steps[name]
             dist.barrier()
-            cpu, start = time.thread_time(), time.perf_counter()
+            process, thread, start = time.process_time(), time.thread_time(), time.perf_counter()
             forward = step()
-            times[name].append([time.perf_counter() - start, forward, time.thread_time() - cpu])
+            wall, thread = time.perf_counter() - start, time.thread_time() - thread
+            times[name].append([wall, forward, thread, time.process_time() - process])
         gc.enable()
     return times
 
