@@ -38,10 +38,12 @@ class _GroupedCall(Call):
 
     Attributes:
         groups: What each group sends, in order.
+        sent: The outputs of the groups that have run, on their way back.
         returning: The exchanges of the outputs, in the order they were started.
     """
 
     groups: list[_Group] = field(default_factory=list)
+    sent: list[_Returning] = field(default_factory=list)
     returning: list[Handle[Tensor]] = field(default_factory=list)
 
 
@@ -100,8 +102,8 @@ class _Group:
         self.advance()
         assert self.gather is not None and self.q is not None, "the group was started"
         k, v = self.gather.wait()
-        self.gather = None
-        return self.boundary.expand(self.q, k, v, self.inputs)
+        q, self.q, self.gather = self.q, None, None
+        return self.boundary.expand(q, k, v, self.inputs)
 
     def drop(self) -> None:
         """Finish what is in flight and forget it."""
@@ -119,50 +121,56 @@ class GroupedBoundary(CPBoundary):
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _GroupedCall:
-        """Start the exchanges of the first groups and hand over group 0."""
+        """Start the exchanges of the first groups."""
         self._refuse_inner_hooks(module, "head_groups")
         inputs = self._agree(args, kwargs)
         groups = [_Group(self, part) for part in self._split(inputs)]
         for group in groups[: 1 + self._ahead]:
             group.start()
-        first = groups[0].inputs
-        view = self._view(first)
-        tensors = groups[0].finish()
-        if len(groups) > 1:
-            groups[1].advance()
-        view.heads, view.num_heads = self._place(inputs, 0, len(groups))
-        view.head_group = (0, len(groups))
-        args, kwargs = self._hand_over(args, kwargs, first, view, tensors)
-        call = _GroupedCall(args, kwargs, view, inputs, groups=groups)
-        self._forget(call, first, tensors[1:], args, kwargs)
-        return call
+        return _GroupedCall(args, kwargs, self._view(groups[0].inputs), inputs, groups=groups)
 
     @property
     def _ahead(self) -> int:
         # Hybrid has two exchanges in a row: the second of the next group needs its first done
         return 2 if self.plan.mode == "hybrid" else 1
 
-    def _leave(self, module: nn.Module, entry: Call, output: Any) -> Any:
-        """Run the other groups, each behind the exchanges of its neighbours, and join the heads."""
+    def run_ahead(self, module: nn.Module, entry: Call) -> None:
+        """Run all groups but the last, which is left to the module's own call.
+
+        torch holds what a module is called with until the call ends: of the last group, nothing
+        else is left by then.
+        """
         assert isinstance(entry, _GroupedCall), "made by enter"
+        for index in range(len(entry.groups) - 1):
+            self._run(module, entry, index)
+        entry.args, entry.kwargs = self._receive(entry, len(entry.groups) - 1)
+
+    def _run(self, module: nn.Module, entry: _GroupedCall, index: int) -> None:
+        """Run one group; what it was called with is free when this returns."""
+        args, kwargs = self._receive(entry, index)
+        output = module.forward(*args, **kwargs)
+        entry.sent.append(self._send_back(entry, output))
+
+    def _receive(self, entry: _GroupedCall, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Start the exchange of a later group, and return the call of group ``index``."""
         groups, count = entry.groups, len(entry.groups)
-        sent = [self._send_back(entry, output)]
-        for index in range(1, count):
-            group = groups[index]
-            if index + self._ahead < count:
+        with entry.view.paused():
+            if index > 0 and index + self._ahead < count:
                 groups[index + self._ahead].start()
-            tensors = group.finish()
+            tensors = groups[index].finish()
             if index + 1 < count:
                 groups[index + 1].advance()
             entry.view.heads, entry.view.num_heads = self._place(entry.inputs, index, count)
             entry.view.head_group = (index, count)
-            args, kwargs = self._hand_over(
-                entry.args, entry.kwargs, group.inputs, entry.view, tensors
-            )
-            if entry.recorder is not None:
-                self._forget(entry, group.inputs, tensors[1:], args, kwargs)
-            output = module.forward(*args, **kwargs)
-            sent.append(self._send_back(entry, output))
+            inputs = groups[index].inputs
+            args, kwargs = self._hand_over(entry.args, entry.kwargs, inputs, entry.view, tensors)
+            self._forget(entry, inputs, tensors[1:], args, kwargs)
+        return args, kwargs
+
+    def _leave(self, module: nn.Module, entry: Call, output: Any) -> Any:
+        """Send the last group's output after the others, and join the heads."""
+        assert isinstance(entry, _GroupedCall), "made by enter"
+        sent = [*entry.sent, self._send_back(entry, output)]
         queue = iter(list(zip(*sent, strict=True)))
 
         def join(_: Tensor) -> Tensor:
@@ -171,7 +179,8 @@ class GroupedBoundary(CPBoundary):
             whole = torch.cat([handle.wait() for handle, _ in parts], dim=dims.head_dim)
             return self._restore(entry, whole, dims)
 
-        return self._map(entry, output, join, several="head_groups")
+        with entry.view.paused():
+            return self._map(entry, output, join, several="head_groups")
 
     def abandon(self, entry: Call) -> None:
         """Finish every exchange in flight, so that the ranks stay in step."""
@@ -203,7 +212,8 @@ class GroupedBoundary(CPBoundary):
             entry.returning.append(handle)
             started.append((handle, dims))
 
-        self._map(entry, output, start, several="head_groups")
+        with entry.view.paused():
+            self._map(entry, output, start, several="head_groups")
         return started
 
     def _split(self, inputs: Inputs) -> list[Inputs]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hp_cp import AsyncContextParallel, make_plan
-from hp_mesh.testing import count_collectives, randn, ranks
+from hp_mesh.testing import count_collectives, peak_memory, randn, ranks
 
 from ._compare import Case, compare
 from ._cores import Eager, Sdpa
@@ -206,3 +206,66 @@ def test_a_hook_that_would_see_one_call_of_many_is_refused(
         compare(rank, case, Sdpa, applied=core)
 
     ranks(2).run(run)
+
+
+class _Narrow(nn.Module):
+    """Returns next to nothing, so that what is alive meanwhile is q, k and v."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q[..., :1] * 1
+
+
+MEMORY = [
+    Case(P=2, S=96, H=16, HK=16, D=24, DV=24),
+    Case(P=2, degree=1, S=96, H=8, HK=8, D=24, DV=24),
+    Case(P=4, degree=2, S=96, H=16, HK=16, D=24, DV=24),
+]
+
+
+@pytest.mark.parametrize("groups", [4, 8])
+@pytest.mark.parametrize("case", MEMORY, ids=str)
+def test_without_a_graph_two_groups_are_in_memory_at_a_time(case: Case, groups: int) -> None:
+    """Evaluation, and forward under activation checkpointing: the one at work, one on the wire."""
+
+    def peak(rank: int, one: Case) -> int:
+        core = _Narrow()
+        one.style().apply(core, one.mesh())
+        shards = [one.local(x, rank).contiguous() for x in one.qkv()]
+        with torch.no_grad():
+            core(*shards)
+            with peak_memory() as memory:
+                core(*shards)
+        return memory.peak
+
+    whole = ranks(case.P).run(peak, case)
+    parts = ranks(case.P).run(peak, case.but(head_groups=groups))
+    for part, one in zip(parts, whole, strict=True):
+        assert part <= (2 / groups + 0.1) * one
+
+
+class _ReadsKV(nn.Module):
+    """Saves K and V for backward and returns one number per row and head."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q[..., :1] * (k * v).mean((1, 3), keepdim=True)
+
+
+@pytest.mark.parametrize("groups", [4, 8])
+def test_with_kv_gathered_again_backward_holds_few_groups_as_well(groups: int) -> None:
+    """keep_kv=False: forward and backward each hold K and V of the groups at work only."""
+    case = MEMORY[1]
+
+    def peak(rank: int, one: Case) -> int:
+        core = _ReadsKV()
+        one.style(keep_kv=False).apply(core, one.mesh())
+        shards = [one.local(x, rank).contiguous().requires_grad_() for x in one.qkv()]
+        with peak_memory() as memory:
+            core(*shards).sum().backward()
+        return memory.peak
+
+    whole = ranks(case.P).run(peak, case)
+    parts = ranks(case.P).run(peak, case.but(head_groups=groups))
+    own = case.local(case.qkv()[0], 0).nbytes
+    for part, one in zip(parts, whole, strict=True):
+        # the gradients of all groups of the shards wait for the last: they are the caller's
+        assert part - 3 * own <= (2 / groups + 0.1) * one

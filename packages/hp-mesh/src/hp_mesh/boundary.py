@@ -68,6 +68,12 @@ class Boundary(ABC, Generic[E]):
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> E:
         """Return what the module is to be called with; may communicate."""
 
+    def run_ahead(self, module: nn.Module, entry: E) -> None:
+        """Run ``module.forward`` for what is not left to the module's own call.
+
+        Runs with the view open; may change the call that ``entry`` holds.
+        """
+
     @abstractmethod
     def leave(self, module: nn.Module, entry: E, output: Any) -> Any:
         """Return what the caller is to get for the module's ``output``; may communicate.
@@ -126,6 +132,12 @@ def _call_frame() -> FrameType:
 outside_compiled_code: Callable[[H], H] = torch.compiler.disable  # hooks look at the call stack
 
 
+def _close(entry: Entry) -> None:
+    """End the call of ``entry``, and those within it that a KeyboardInterrupt left behind."""
+    close_view(entry.view)
+    _open_calls.calls = [call for call in _open_calls.calls if call.entry.view.is_live()]
+
+
 class _PreHook:
     def __init__(self, boundary: Boundary[Any]) -> None:
         self.boundary = boundary
@@ -141,6 +153,12 @@ class _PreHook:
         _open_calls.calls = [call for call in _open_calls.calls if call.entry.view.is_live()]
         open_view(entry.view, frame)
         _open_calls.calls.append(_Open(entry, frame, handled))
+        try:
+            self.boundary.run_ahead(module, entry)
+        except BaseException:
+            self.boundary.abandon(entry)
+            _close(entry)
+            raise
         return entry.args, entry.kwargs
 
 
@@ -162,9 +180,7 @@ class _PostHook:
                 return output
             return self.boundary.leave(module, call.entry, output)
         finally:
-            close_view(call.entry.view)
-            # this call, and those within it that a KeyboardInterrupt left behind
-            _open_calls.calls = [c for c in _open_calls.calls if c.entry.view.is_live()]
+            _close(call.entry)
 
 
 class BoundaryStyle(ParallelStyle, ABC):
