@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -159,7 +159,7 @@ def worst(value: float) -> float:
 
 
 def measure(
-    steps: dict[Mode, Callable[[], object]],
+    steps: Mapping[Mode, Callable[[], object]],
     compute: dict[str, tuple[Callable[[], Tensor], Tensor]],
     transfers: dict[str, Callable[[], None]],
     rounds: int,
@@ -190,8 +190,9 @@ def measure(
                 pieces.setdefault(f"{stem} backward{count}", []).append(ms)
         for name, transfer in transfers.items():
             before = time.process_time()
-            pieces.setdefault(name, []).append(timed(transfer))
-            used = torch.tensor(1e3 * (time.process_time() - before), dtype=torch.float64)
+            pieces.setdefault(name, []).append(timed(transfer) / wires.TRAIN)
+            ms = 1e3 * (time.process_time() - before) / wires.TRAIN
+            used = torch.tensor(ms, dtype=torch.float64)
             dist.all_reduce(used)
             cpu.setdefault(name, []).append(float(used))
         if number == 0:  # warm-up

@@ -129,8 +129,13 @@ def watched() -> Iterator[list[Event]]:
         yield events
 
 
+TRAIN = 4
+"""Transfers of a kind that are timed together: what the link needs for each when it is never idle,
+as it should be in a mode that overlaps. One alone takes longer, since ranks first find together."""
+
+
 def bare(piece: str, elements: int, group: ProcessGroup) -> Callable[[], None]:
-    """Return the transfer of a piece and nothing else.
+    """Return `TRAIN` transfers of a piece and nothing else.
 
     Args:
         piece: ``"swap 3"``, ``"gather 2"``, ...: the collective, and how many tensors it moves.
@@ -138,20 +143,22 @@ def bare(piece: str, elements: int, group: ProcessGroup) -> Callable[[], None]:
         elements: Elements of one tensor's shard on this rank.
         group: The ranks.
     """
-    kind, count = piece.split()
+    name, count = piece.split()
     size = dist.get_world_size(group)
-    if kind == "swap":
+    if name == "swap":
         send, receive = torch.zeros(2, int(count) * elements)
-        return lambda: _originals["all_to_all"](receive, send, None, None, group, async_op=False)
-    shards = torch.zeros(int(count), elements)
-    wholes = torch.zeros(int(count), elements * size)
-    pairs = list(zip(wholes, shards, strict=True))
-    if kind == "reduce":
-        pairs = [(shard, whole) for whole, shard in pairs]
-    collective = _originals["all_gather" if kind == "gather" else "reduce_scatter"]
+        collective = _originals["all_to_all"]
+        given: list[tuple[Tensor | None, ...]] = [(receive, send, None, None)]
+    else:
+        shards = torch.zeros(int(count), elements)
+        wholes = torch.zeros(int(count), elements * size)
+        gathers = name == "gather"
+        collective = _originals["all_gather" if gathers else "reduce_scatter"]
+        pairs = zip(wholes, shards, strict=True)
+        given = [(whole, shard) if gathers else (shard, whole) for whole, shard in pairs]
 
     def transfer() -> None:
-        works = [collective(out, given, group, async_op=True) for out, given in pairs]
+        works = [collective(*one, group, async_op=True) for one in given * TRAIN]
         for work in works:
             work.wait()
 
