@@ -8,7 +8,6 @@ Registered with the global view (`hp_mesh.view`); the arithmetic on local tensor
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -45,19 +44,15 @@ def _sdpa_arguments(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> None:
-    """Arguments of ``F.scaled_dot_product_attention``, which has no signature of its own."""
-
-
-_SDPA = inspect.signature(_sdpa_arguments)
+) -> dict[str, Any]:
+    """Name the arguments of ``F.scaled_dot_product_attention``, which has no signature."""
+    return locals()
 
 
 def _sdpa(
     view: View, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    call = _SDPA.bind(*args, **kwargs)
-    call.apply_defaults()
-    given = call.arguments
+    given = _sdpa_arguments(*args, **kwargs)
     tensors = [given.pop(name) for name in ("query", "key", "value")]
     mask = given.pop("attn_mask")
     where = f"{view.where}: scaled_dot_product_attention"

@@ -46,12 +46,12 @@ def prepare(
         ("key", k, window.key_length, "keys of the window"),
         ("value", v, window.key_length, "keys of the window"),
     ):
-        require(
-            x.ndim >= 2 and x.shape[-2] == rows,
-            where,
-            f"{name} (shape {list(x.shape)}) must have {rows} rows in dim -2, the {kind}",
-            "pass tensors as [..., heads, tokens, head size]",
-        )
+        if x.ndim < 2 or x.shape[-2] != rows:
+            raise fail(
+                where,
+                f"{name} (shape {list(x.shape)}) must have {rows} rows in dim -2, the {kind}",
+                "pass tensors as [..., heads, tokens, head size]",
+            )
     q, k, v, mask = _as_autocast_would(q, k, v, mask)
     require(
         q.dtype == k.dtype == v.dtype,
@@ -70,7 +70,9 @@ def prepare(
     if plain:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     q, k, v = _match_heads(q, k, v, enable_gqa, where)
-    lead = _broadcast_shape(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    lead = q.shape[:-3]
+    if not lead == k.shape[:-3] == v.shape[:-3]:
+        lead = _broadcast_shape(lead, k.shape[:-3], v.shape[:-3])
     shape = torch.Size((*lead, *q.shape[-3:-1], v.shape[-1]))
     q, k, v = (_flat_lead(x, lead) for x in (q, k, v))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))

@@ -24,6 +24,8 @@ from hp_mesh.window import AttentionWindow, Range
 
 __all__ = ["choose_path", "window_sdpa"]
 
+_MATH = SDPBackend.MATH.value  # an enum's value is looked up slowly
+
 Path = Literal["torch", "prefix_and_diagonal", "lower_right", "npu", "tiled"]
 
 
@@ -73,9 +75,13 @@ def window_sdpa(
         raise fail(where, f"dropout_p ({dropout_p}) must be between 0 and 1")
     if attn_mask is not None:
         attn_mask = cut_mask(attn_mask, window, heads=heads, num_heads=num_heads, where=where)
+    if attn_mask is None and dropout_p == 0.0 and _is_whole(q, k, v, window, enable_gqa):
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     q, k, v, mask, shape = prepare(q, k, v, attn_mask, window, enable_gqa, where)
-    if is_causal:
-        seen = min(window.query_end, window.key_length)
+    seen = min(window.query_end, window.key_length)
+    if is_causal and seen < k.shape[2]:
         k, v = k[:, :, :seen], v[:, :, :seen]
     seed = None
     if dropout_p > 0.0:
@@ -170,7 +176,24 @@ def _is_fused(
     if q.device.type not in ("cpu", "cuda"):
         return False
     choice = torch._fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, enable_gqa=_is_gqa(q, k))
-    return choice != SDPBackend.MATH.value
+    return choice != _MATH
+
+
+def _is_whole(q: Tensor, k: Tensor, v: Tensor, window: AttentionWindow, enable_gqa: bool) -> bool:
+    """Whether the window is the whole of 4-D attention, and torch has a fused kernel for it."""
+    shared = k.shape[1:-1] == v.shape[1:-1] and q.shape[0] == k.shape[0] == v.shape[0]
+    return (
+        q.ndim == k.ndim == v.ndim == 4
+        and shared
+        and (k.shape[1] == q.shape[1] or (enable_gqa and q.shape[1] % k.shape[1] == 0))
+        and window.query_start == 0
+        and q.shape[2] == k.shape[2] == window.query_length == window.key_length
+        and q.dtype == k.dtype == v.dtype
+        and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        and q.device.type in ("cpu", "cuda")
+        and not torch.is_autocast_enabled(q.device.type)
+        and _is_fused(q, k, v, None, 0.0, True)
+    )
 
 
 def _is_gqa(q: Tensor, k: Tensor) -> bool:
