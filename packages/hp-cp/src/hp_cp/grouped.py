@@ -22,6 +22,7 @@ from hp_comm import Handle, gather_seq, head_to_seq, seq_to_head
 from hp_cp.core_boundary import Call, CPBoundary
 from hp_cp.inputs import Inputs
 from hp_cp.output import OutputDims
+from hp_mesh.checks import require
 from hp_mesh.window import Range
 
 if TYPE_CHECKING:
@@ -197,6 +198,7 @@ class GroupedBoundary(CPBoundary):
 
         def start(x: Tensor) -> None:
             local, dims = self._take(entry, x)
+            self._check_heads(entry, local, dims)
             if entry.recorder is not None:
                 entry.recorder.launch_before_last(local)
             if self.ulysses_group is None or not dims.trades_heads:
@@ -215,6 +217,22 @@ class GroupedBoundary(CPBoundary):
         with entry.view.paused():
             self._map(entry, output, start, several="head_groups")
         return started
+
+    def _check_heads(self, entry: _GroupedCall, local: Tensor, dims: OutputDims) -> None:
+        """Refuse an output whose heads are not where they will be joined."""
+        start, stop = entry.view.heads
+        mine = stop - start
+        size = local.size(dims.head_dim) if dims.head_dim < local.ndim else 0
+        merged = local.ndim == max(entry.inputs.dims) + 1  # [B, S, H * D]
+        require(
+            dims.head_dim != dims.seq_dim
+            and size > 0
+            and (size % mine == 0 if merged else size == mine),
+            self.where,
+            f"the output {list(local.shape)} of a head group must have the group's heads on this "
+            f"rank ({mine}) in dim {dims.head_dim}, along which the groups are joined",
+            "say where they are with output_head_dim",
+        )
 
     def _split(self, inputs: Inputs) -> list[Inputs]:
         """Cut q, k and v into groups of consecutive heads."""

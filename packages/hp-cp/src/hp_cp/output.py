@@ -77,26 +77,31 @@ def output_dims(
         has_heads: Whether heads are sharded over CP ranks.
         view_length: Sequence length of q inside the boundary.
     """
-    named = [
-        default if given is None else normalize_dim(given, output.ndim, name, view.where)
-        for name, given, default in (
-            ("output_seq_dim", seq_dim, in_dims[0]),
-            ("output_head_dim", head_dim, in_dims[1]),
-        )
-    ]
+    named_seq = in_dims[0]
+    if seq_dim is not None:
+        named_seq = normalize_dim(seq_dim, output.ndim, "output_seq_dim", view.where)
+    named_head = _other_dim(named_seq, in_dims)
+    if head_dim is not None:
+        named_head = normalize_dim(head_dim, output.ndim, "output_head_dim", view.where)
     if isinstance(output, DTensor):
         return _of_dtensor(
-            output, view, in_dims, named[0], seq_dim is not None, has_heads, view_length
+            output,
+            view,
+            in_dims,
+            named_seq if seq_dim is not None else None,
+            named_head if head_dim is not None else None,
+            has_heads,
+            view_length,
         )
-    return _of_plain(output, view, in_dims, foreign, named, heads, has_heads)
+    return _of_plain(output, view, in_dims, foreign, [named_seq, named_head], heads, has_heads)
 
 
 def _of_dtensor(
     output: DTensor,
     view: View,
     in_dims: tuple[int, int],
-    named_seq: int,
-    is_named: bool,
+    named_seq: int | None,
+    named_head: int | None,
     has_heads: bool,
     view_length: int,
 ) -> OutputDims:
@@ -115,7 +120,7 @@ def _of_dtensor(
     sharded = {p.dim for p in (placements[axis] for axis in row_axes) if isinstance(p, Shard)}
     if len(sharded) == 1:
         (seq_dim,) = sharded
-    elif is_named:
+    elif named_seq is not None:
         seq_dim = named_seq
     else:
         seq_dim = _find_seq_dim(output, in_dims, head_dim, view_length, view.where)
@@ -133,11 +138,18 @@ def _of_dtensor(
             target[axis] = Shard(seq_dim)
     return OutputDims(
         seq_dim=seq_dim,
-        head_dim=in_dims[1] if head_dim is None else head_dim,
+        head_dim=next(
+            dim for dim in (head_dim, named_head, _other_dim(seq_dim, in_dims)) if dim is not None
+        ),
         foreign=tuple(p for axis, p in enumerate(placements) if axis not in view.cp_axes),
         trades_heads=trades_heads,
         target=tuple(target),
     )
+
+
+def _other_dim(seq_dim: int, in_dims: tuple[int, int]) -> int:
+    """Return the dim of the heads: where they were, or where the sequence was if it has moved."""
+    return in_dims[0] if seq_dim == in_dims[1] else in_dims[1]
 
 
 def _find_seq_dim(

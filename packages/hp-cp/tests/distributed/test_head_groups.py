@@ -208,6 +208,31 @@ def test_a_hook_that_would_see_one_call_of_many_is_refused(
     ranks(2).run(run)
 
 
+def test_an_output_with_its_heads_elsewhere_is_refused() -> None:
+    """Colossal cannot read from a DTensor where the heads are; joined elsewhere they are wrong."""
+
+    class Swapped(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return q.transpose(2, 3) * 1
+
+    def run(rank: int) -> str:
+        case = Case(P=2, degree=1, D=5, DV=5, head_groups=2)
+        core = Swapped()
+        case.style().apply(core, case.mesh())
+        with pytest.raises(ValueError, match="head group") as caught:
+            core(*(case.local(x, rank) for x in case.qkv()))
+        case.style(output_head_dim=3).apply(good := Swapped(), case.mesh())
+        q = case.qkv()[0]
+        out = good(*(case.local(x, rank) for x in case.qkv()))
+        assert torch.equal(out, case.local(q.transpose(2, 3), rank))
+        return str(caught.value)
+
+    first, second = ranks(2).run(run)
+    assert first == second
+    assert "must have the group's heads on this rank (6) in dim 2" in first
+    assert "output_head_dim" in first
+
+
 class _Narrow(nn.Module):
     """Returns next to nothing, so that what is alive meanwhile is q, k and v."""
 

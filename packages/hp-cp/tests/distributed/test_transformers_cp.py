@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from hp_cp import ContextParallel, init_device_mesh, parallelize_module
+from hp_cp import AsyncContextParallel, ContextParallel, init_device_mesh, parallelize_module
 from hp_mesh.testing import assert_close, count_collectives, ranks
 
 pytest.importorskip("transformers", reason="the extra is not installed")
@@ -26,6 +26,11 @@ MODES: dict[str, dict[str, Any]] = {
     "colossal": {"ulysses_degree": 1},
     "hybrid": {"ulysses_degree": 2},
     "balanced": {"ulysses_degree": 1, "load_balance": True},
+}
+GROUPED: dict[str, dict[str, Any]] = {
+    "ulysses in 2 groups": {"head_groups": 2},
+    "colossal in 2 groups": {"ulysses_degree": 1, "head_groups": 2},
+    "hybrid in 2 groups": {"ulysses_degree": 2, "head_groups": 2},
 }
 B, S = 2, 24
 IDS = torch.randint(0, 61, (B, S), generator=torch.Generator().manual_seed(1))
@@ -52,7 +57,8 @@ def sharded(rank: int, model: Any, size: int, style: dict[str, Any], **call: Any
     """Return the same on one of ``size`` ranks, gradients summed over them."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
     model = add_core_attention(copy.deepcopy(model), gradient_divisor=1)
-    parallelize_module(model, mesh["cp"], {PLAN: ContextParallel(seq_dim=2, head_dim=1, **style)})
+    kind = AsyncContextParallel if "head_groups" in style else ContextParallel
+    parallelize_module(model, mesh["cp"], {PLAN: kind(seq_dim=2, head_dim=1, **style)})
     ids = cut(IDS, rank, size)
     out = model(input_ids=ids, labels=ids, **call)
     out.loss.backward()
@@ -68,7 +74,9 @@ def sharded(rank: int, model: Any, size: int, style: dict[str, Any], **call: Any
 def assert_equal_on_all_ranks(
     model: Any, size: int, mode: str, expected: dict[str, Any], **call: Any
 ) -> None:
-    for rank, got in enumerate(ranks(size).run(sharded, model, size, MODES[mode], **call)):
+    for rank, got in enumerate(
+        ranks(size).run(sharded, model, size, {**MODES, **GROUPED}[mode], **call)
+    ):
         assert_close(got["logits"], cut(expected["logits"], rank, size), name="logits")
         assert_close(got["loss"], expected["loss"], kind="loss", name="loss")
         assert_close(got["grads"], expected["grads"], kind="grad", name="grads")
@@ -92,6 +100,19 @@ def test_four_ranks_train_as_one_process_does(
     tiny: Tiny, family: str, implementation: str, mode: str
 ) -> None:
     heads = {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 6}
+    expected = single(tiny(family, implementation, **heads))
+
+    assert_equal_on_all_ranks(tiny(family, implementation, **heads), 4, mode, expected)
+
+
+@pytest.mark.parametrize("mode", GROUPED)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_head_groups_overlap_in_models_that_rotate_before_attention(
+    tiny: Tiny, family: str, implementation: str, mode: str
+) -> None:
+    """Rotary stands between projection and attention, so no projection can be handed off."""
+    heads = {"hidden_size": 48, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 6}
     expected = single(tiny(family, implementation, **heads))
 
     assert_equal_on_all_ranks(tiny(family, implementation, **heads), 4, mode, expected)
