@@ -163,7 +163,7 @@ def test_nothing_is_made_outside_of_the_hosts() -> None:
 
 
 def test_the_rate_is_set_inside_a_host() -> None:
-    rate = "qdisc replace dev slow root tbf rate 150mbit burst 80kb latency 50ms"
+    rate = "qdisc replace dev slow root tbf rate 150mbit burst 128kb latency 50ms"
 
     assert " ".join(rig.rate_command(150.0)) == f"tc {rate}"
     assert " ".join(rig.rate_command(150.0, "hpov-7-0")) == f"tc -n hpov-7-0 {rate}"

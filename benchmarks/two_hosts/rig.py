@@ -30,9 +30,9 @@ DEVICE = "slow"
 ADDRESSES = ("10.255.203.1", "10.255.203.2")
 PORT = 29511  # each run has a network of its own
 PREFIX = "hpov"
-# just above the largest packet: below, the kernel cuts packets at the cost of much CPU; far above,
-# small exchanges pass for free
-BURST = "80kb"
+# twice the largest packet: below it, the kernel cuts packets at the cost of much CPU; near it, a
+# timer that is late by a moment loses bandwidth; far above, small exchanges pass for free
+BURST = "128kb"
 
 
 class Unavailable(RuntimeError):
