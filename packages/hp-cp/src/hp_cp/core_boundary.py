@@ -102,8 +102,12 @@ class CPBoundary(Boundary[Call]):
 
     @property
     def exchanges_dense(self) -> bool:
-        """Whether what the all-to-all brings must be dense: a gather sends it on."""
-        return self.wants_dense or self.plan.mode != "ulysses"
+        """Whether what the all-to-all brings must be dense.
+
+        A gather sends it on; and attention on a CPU reads K and V again for every block of queries:
+        rows that lie apart cost it more than laying them together once.
+        """
+        return self.wants_dense or self.plan.mode != "ulysses" or self.mesh.device_type == "cpu"
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Select q, k, v; check; compare with the other ranks; send; wrap; describe the view."""

@@ -92,7 +92,15 @@ class _Group:
             )
 
     def advance(self) -> None:
-        """Hybrid: once the heads have arrived, start the gather of k and v."""
+        """Hybrid: once the heads have arrived, start the gather of k and v.
+
+        In Ulysses nothing follows them: they are waited for where they are used, behind the
+        attention that hides them, and so are their gradients.
+        """
+        if self.boundary.colossal_group is not None:
+            self._take_heads()
+
+    def _take_heads(self) -> None:
         if self.exchange is not None:
             self.q, k, v = self.exchange.wait()
             self.exchange = None
@@ -100,7 +108,7 @@ class _Group:
 
     def finish(self) -> tuple[Tensor, ...]:
         """Return q, k and v as this group's attention is to see them."""
-        self.advance()
+        self._take_heads()
         assert self.gather is not None and self.q is not None, "the group was started"
         k, v = self.gather.wait()
         q, self.q, self.gather = self.q, None, None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from hp_comm.moves import Pending
 from hp_cp import AsyncContextParallel, make_plan
 from hp_mesh.testing import count_collectives, peak_memory, randn, ranks
 
@@ -69,6 +71,54 @@ def test_the_next_group_is_on_the_wire_while_one_computes() -> None:
 
     # two exchanges in before the first call; then each call finds one more in and one more out
     assert ranks(2).run(run) == [[2, 4, 5]] * 2
+
+
+def test_an_exchange_is_waited_for_behind_the_attention_that_hides_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forward and backward: the exchange of the next group ends after the attention of this one."""
+    events: dict[int, list[str]] = {}
+
+    def log(event: str) -> None:
+        events.setdefault(threading.get_ident(), []).append(event)
+
+    finish = Pending.finish
+
+    def logged(self: Pending) -> Any:
+        log("wait")
+        return finish(self)
+
+    class Work(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor) -> Tensor:
+            log("attention")
+            return q * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            log("attention")
+            return grad * 1
+
+    class Core(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = Work.apply(q)  # type: ignore[no-untyped-call]
+            return out
+
+    def run(rank: int) -> tuple[list[str], list[str]]:
+        case = Case(P=2, HK=12, head_groups=3)
+        core = case.style(use_local_input=True).apply(Core(), case.mesh())
+        out = core(*(case.local(x, rank).requires_grad_() for x in case.qkv()))
+        forward = events.pop(threading.get_ident())
+        out.sum().backward()
+        return forward, events.pop(threading.get_ident())
+
+    monkeypatch.setattr(Pending, "finish", logged)
+    outputs = ["wait"] * 3
+    for forward, backward in ranks(2).run(run):
+        assert forward == ["wait", "attention"] * 3 + outputs
+        # all outputs' gradients are launched before the first is waited for; the gradients of the
+        # last group (q, k, v of group 2) are waited for behind the attention of group 1
+        assert backward == ["wait", "attention"] * 2 + ["wait", "wait", "attention"] + outputs[1:]
 
 
 @pytest.mark.parametrize(
