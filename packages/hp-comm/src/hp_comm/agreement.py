@@ -36,7 +36,7 @@ _ABSENT = "absent"
 def preflight(
     group: ProcessGroup,
     where: str,
-    signature: Mapping[str, object],
+    signature: Mapping[str, object] | Callable[[], Mapping[str, object]],
     *,
     error: Exception | None = None,
     call_index: int,
@@ -50,7 +50,8 @@ def preflight(
     Args:
         group: The ranks that must agree.
         where: Who asks, as an error message begins.
-        signature: What must be the same on all ranks, by the name to show: shapes, dtypes, plan.
+        signature: What must be the same on all ranks, by the name to show: shapes, dtypes, plan;
+            or what returns it, called only if ranks compare.
         error: What is already wrong on this rank. The others learn of it in the same call.
         call_index: How many calls of this boundary went before, counted alike on all ranks.
         way_out: Ends the message about ranks that disagree. Called on every rank with the entries
@@ -63,6 +64,8 @@ def preflight(
         if error is not None:
             raise error
         return
+    if callable(signature):
+        signature = {} if error is not None else signature()
     headers = _gather(group, _header(where, signature, error))
     # one comparison of digests on the good path; texts are read only when they are needed
     agreed = torch.equal(headers[:, :_TEXT_AT], headers[:1, :_TEXT_AT].expand(len(headers), -1))

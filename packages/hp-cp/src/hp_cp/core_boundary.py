@@ -223,7 +223,7 @@ class CPBoundary(Boundary[Call]):
         preflight(
             self.group,
             self.where,
-            {} if inputs is None else {**self.identity, **inputs.signature()},
+            lambda: {} if inputs is None else {**self.identity, **inputs.signature()},
             error=error,
             call_index=self.next_call_index(),
             way_out=lambda differing: advise(self.plan, differing),

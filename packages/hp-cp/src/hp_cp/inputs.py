@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hp_comm import Handle
 from hp_cp.plan import HeadTable, Plan, resolve_dims
 from hp_mesh.arguments import Slot, find_slots, read_slots
-from hp_mesh.checks import require
+from hp_mesh.checks import fail, require
 from hp_mesh.placement import TensorLayout, read_layout
 from hp_mesh.view import current_view
 
@@ -96,12 +96,12 @@ def read_inputs(
         "apply the style to one of the two modules",
     )
     ndim = tensors[0].ndim
-    require(
-        all(x.ndim == ndim for x in tensors),
-        where,
-        f"q, k and v with {[x.ndim for x in tensors]} dims must have one number of dims",
-        "check qkv_indices and qkv_kwarg_names",
-    )
+    if any(x.ndim != ndim for x in tensors):
+        raise fail(
+            where,
+            f"q, k and v with {[x.ndim for x in tensors]} dims must have one number of dims",
+            "check qkv_indices and qkv_kwarg_names",
+        )
     needs_heads = plan.ulysses_degree > 1 or style.head_groups > 1
     seq_dim, head_dim = resolve_dims(
         where, ndim, style.seq_dim, style.head_dim, needs_heads=needs_heads
@@ -112,14 +112,14 @@ def read_inputs(
     ]
     q, k, v = locals_ = [local for local, _ in pairs]
     lengths = [x.size(seq_dim) for x in locals_]
-    require(
-        len(set(lengths)) == 1,
-        where,
-        f"q, k and v {[list(x.shape) for x in locals_]} have {lengths} rows in seq_dim "
-        f"({style.seq_dim}); they must have one length",
-        "check that seq_dim and head_dim name the layout (BSHD is 1, 2 and BNSD is 2, 1) and "
-        "that each is this rank's shard",
-    )
+    if len(set(lengths)) != 1:
+        raise fail(
+            where,
+            f"q, k and v {[list(x.shape) for x in locals_]} have {lengths} rows in seq_dim "
+            f"({style.seq_dim}); they must have one length",
+            "check that seq_dim and head_dim name the layout (BSHD is 1, 2 and BNSD is 2, 1) and "
+            "that each is this rank's shard",
+        )
     num_heads = num_kv_heads = 1
     if needs_heads:
         num_heads, num_kv_heads = q.size(head_dim), k.size(head_dim)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from hp_cp.description import Description, describe
@@ -173,25 +174,7 @@ class Plan:
             f"num_kv_heads ({num_kv_heads}) of k, v must be at most num_heads ({num_heads}) of q",
             "check the order of q, k, v (qkv_indices, qkv_kwarg_names)",
         )
-        local = num_heads // u
-        needed = [
-            [h * num_kv_heads // num_heads for h in range(d * local, (d + 1) * local)]
-            for d in range(u)
-        ]
-        sent = tuple(tuple(sorted(set(heads))) for heads in needed)
-        index = tuple(
-            tuple(received.index(h) for h in heads)
-            for heads, received in zip(needed, sent, strict=True)
-        )
-        even = {len(received) for received in sent} == {len(sent[0])} and all(
-            i * len(sent[0]) // local == j for row in index for i, j in enumerate(row)
-        )
-        shared_evenly = even and local % len(sent[0]) == 0
-        return HeadTable(
-            query=tuple((d * local, (d + 1) * local) for d in range(u)),
-            kv_sent=sent,
-            kv_expand=None if shared_evenly else index,
-        )
+        return _head_table(u, num_heads, num_kv_heads)
 
     def check_head_groups(
         self,
@@ -308,6 +291,29 @@ class Plan:
             "BSHD is 1, 2 and BNSD is 2, 1)"
         )
         return f"{use} for Colossal, which has no such limit{layout}"
+
+
+@lru_cache(maxsize=256)
+def _head_table(u: int, num_heads: int, num_kv_heads: int) -> HeadTable:
+    """Give each of ``u`` Ulysses ranks its query heads and the KV heads that these need."""
+    local = num_heads // u
+    needed = [
+        [h * num_kv_heads // num_heads for h in range(d * local, (d + 1) * local)] for d in range(u)
+    ]
+    sent = tuple(tuple(sorted(set(heads))) for heads in needed)
+    index = tuple(
+        tuple(received.index(h) for h in heads)
+        for heads, received in zip(needed, sent, strict=True)
+    )
+    even = {len(received) for received in sent} == {len(sent[0])} and all(
+        i * len(sent[0]) // local == j for row in index for i, j in enumerate(row)
+    )
+    shared_evenly = even and local % len(sent[0]) == 0
+    return HeadTable(
+        query=tuple((d * local, (d + 1) * local) for d in range(u)),
+        kv_sent=sent,
+        kv_expand=None if shared_evenly else index,
+    )
 
 
 def make_plan(

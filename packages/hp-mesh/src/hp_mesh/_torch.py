@@ -284,7 +284,9 @@ def wrap_detached(
         if len(specs) >= 256:  # lengths that keep changing must not pile up
             specs.clear()
         spec = specs[key] = _spec(local, mesh, placements)
-    return DTensor(local, spec, requires_grad=requires_grad)  # type: ignore[no-untyped-call]
+    # not DTensor(...): its __init__ does nothing, behind a wrapper that costs more than the rest
+    wrapped: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+    return wrapped
 
 
 def _spec(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Any:

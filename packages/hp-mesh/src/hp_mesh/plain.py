@@ -58,12 +58,14 @@ def enter_view(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments of ``func`` with every plain tensor wrapped on the view's mesh."""
     name = getattr(func, "__name__", "")
+    _refuse_lost_writes(view, name, args, kwargs)
+    tensors = [t for t in _flat(args, kwargs) if isinstance(t, Tensor)]
+    if not view.is_balanced and all(isinstance(t, DTensor) for t in tensors):
+        return list(args), dict(kwargs)  # nothing to line up
     anchor = max(
-        (t for t in _flat(args, kwargs) if isinstance(t, DTensor)),
+        (t for t in tensors if isinstance(t, DTensor)),
         key=lambda t: (t.ndim, any(p.is_shard() for p in t.placements)),
     )
-    _refuse_lost_writes(view, name, args, kwargs)
-
     return (
         [_wrap(view, name, v, anchor) for v in args],
         {k: _wrap(view, name, v, anchor) for k, v in kwargs.items()},
