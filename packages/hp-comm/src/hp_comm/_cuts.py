@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, wraps
+from math import prod
 from typing import Any, TypeVar, cast
 
 import torch
@@ -104,8 +105,10 @@ def heads_to_sequence(
         outs.append(_with(_with(shape, s, send.counts[rank]), h, sum(receive.counts)))
         sends.append(send)
         receives.append(receive)
-    # what lies apart because of it is the gradient, which nobody looks at as a dense tensor
-    joined = _joined(receives, sends, shapes, h)
+    # what lies apart because of it is the gradient, which nobody looks at as a dense tensor;
+    # where heads lead, they lie in one piece as they are
+    heads_lead = len(shapes) == 1 and prod(shapes[0][: receives[0].dim]) == 1
+    joined = () if heads_lead else _joined(receives, sends, shapes, h)
     return Cuts(tuple(sends), tuple(receives), shapes, tuple(outs), joined)
 
 
