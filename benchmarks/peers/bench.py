@@ -21,11 +21,16 @@ from peers.report import provenance, show_case, show_verdicts  # noqa: E402
 from peers.run import Bench  # noqa: E402
 from peers.verdict import failures_of_ours, verdicts  # noqa: E402
 
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": 2**25, "MALLOC_TRIM_THRESHOLD_": 2**32}
+"""glibc returns freed megabytes to the system and takes them again page by page: not in a step."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases; exit code 1 if one of our modes is wrong, fails or sends other bytes."""
     options = arguments(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for name, size in KEEP_MEMORY.items():
+        os.environ.setdefault(name, str(size))
     masks = [answer == "yes" for answer in options.causal]
     rows = []
     with tempfile.TemporaryDirectory() as folder, Bench(Path(folder), options.only) as bench:
