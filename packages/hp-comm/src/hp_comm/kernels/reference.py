@@ -22,7 +22,7 @@ gradient; where no position is sent twice, `unpack` undoes `pack`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
@@ -31,6 +31,51 @@ from typing import NamedTuple
 from torch import Tensor
 
 __all__ = ["pack", "unpack"]
+
+Shape = tuple[int, ...]
+
+
+class _View(NamedTuple):
+    """Size, stride and offset of a view, worked out once and not by a chain of tensors."""
+
+    size: Shape
+    stride: Shape
+    offset: int = 0
+
+    @classmethod
+    def dense(cls, size: Shape, offset: int = 0) -> _View:
+        """Return the view of a dense tensor that starts at ``offset``."""
+        stride = [*accumulate(reversed(size[1:]), lambda a, b: a * max(b, 1), initial=1)]
+        return cls(size, tuple(reversed(stride)), offset)
+
+    def narrow(self, dim: int, start: int, length: int) -> _View:
+        """Return ``length`` positions on ``dim``."""
+        return _View(
+            _with(self.size, dim, length), self.stride, self.offset + start * self.stride[dim]
+        )
+
+    def lead(self, dim: int) -> _View:
+        """Return the view with ``dim`` in front."""
+        return _View(_first(self.size, dim), _first(self.stride, dim), self.offset)
+
+    def parts(self, dim: int, count: int) -> _View:
+        """Cut ``dim`` into ``count`` equal parts: ``[count, .., n / count, ..]``."""
+        length = self.size[dim] // count
+        size = (count, *_with(self.size, dim, length))
+        return _View(size, (length * self.stride[dim], *self.stride), self.offset)
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return this view of the memory that ``x`` starts at."""
+        return x.as_strided(self.size, self.stride, x.storage_offset() + self.offset)
+
+
+class _Copy(NamedTuple):
+    """One copy between tensor ``t`` and the buffer; ``again``: its positions were sent before."""
+
+    t: int
+    again: bool
+    own: _View
+    place: _View
 
 
 class _Run(NamedTuple):
@@ -41,13 +86,12 @@ class _Run(NamedTuple):
     again: bool  # an earlier run had these positions too
 
 
-@lru_cache(maxsize=1024)
-def _runs(counts: tuple[int, ...], index: tuple[int, ...]) -> tuple[tuple[_Run, ...], ...]:
+def _runs(counts: Shape, index: Shape) -> list[list[_Run]]:
     """Return the runs of each part; one that is repeated must be added, the first one copied."""
     if not index:
         starts = [0, *accumulate(counts)]
-        return tuple((_Run(s, n, False),) for s, n in zip(starts, counts, strict=False))
-    parts: list[tuple[_Run, ...]] = []
+        return [[_Run(s, n, False)] for s, n in zip(starts, counts, strict=False)]
+    parts: list[list[_Run]] = []
     seen: set[int] = set()
     at = 0
     for count in counts:
@@ -60,103 +104,104 @@ def _runs(counts: tuple[int, ...], index: tuple[int, ...]) -> tuple[tuple[_Run, 
                 runs[-1] = _Run(last.start, last.length + 1, again)
             else:
                 runs.append(_Run(position, 1, again))
-        parts.append(tuple(runs))
+        parts.append(runs)
         at += count
-    return tuple(parts)
+    return parts
 
 
-def _is_even(counts: Sequence[int], num_parts: int) -> bool:
-    return all(count == counts[i - i % num_parts] for i, count in enumerate(counts))
+def _with(shape: Shape, dim: int, length: int) -> Shape:
+    return (*shape[:dim], length, *shape[dim + 1 :])
 
 
-def _with(shape: Sequence[int], dim: int, length: int) -> list[int]:
-    return [*shape[:dim], length, *shape[dim + 1 :]]
+def _first(numbers: Shape, dim: int) -> Shape:
+    return (numbers[dim], *numbers[:dim], *numbers[dim + 1 :])
 
 
-def _blocks(
-    shapes: Sequence[Sequence[int]], dims: Sequence[int], along: int | None, counts: Sequence[int]
-) -> tuple[list[list[int]], list[int]]:
-    """Return the shape of each tensor's place in one part, and where it starts in the part.
-
-    Joined, starts are positions on ``along``; else, elements.
-    """
-    places = [_with(shape, dim, n) for shape, dim, n in zip(shapes, dims, counts, strict=True)]
-    steps = [prod(place) if along is None else place[along] for place in places]
-    return places, [0, *accumulate(steps)]
-
-
-def _parts_of(
-    buffer: Tensor,
-    shapes: Sequence[Sequence[int]],
-    dims: Sequence[int],
-    counts: Sequence[int],
-    index: Sequence[int],
-    along: int | None,
-) -> Iterator[tuple[int, _Run, Tensor]]:
-    """Walk the buffer: tensor, run on its dim, and the run's place ``[.., length, ..]``."""
-    num_parts = len(counts) // len(shapes)
-    table: list[tuple[tuple[_Run, ...], ...]] = []
+@lru_cache(maxsize=1024)
+def _copies(
+    shapes: tuple[Shape, ...],
+    strides: tuple[Shape, ...],
+    dims: Shape,
+    counts: Shape,
+    index: Shape,
+    joined: Shape,
+) -> tuple[_Copy, ...]:
+    """Return what is copied between tensors, as they lie, and the buffer."""
+    xs = [_View(shape, stride) for shape, stride in zip(shapes, strides, strict=True)]
+    along = None
+    if joined:
+        first, along = joined[0], _behind(joined[1], joined[0])
+        xs = [x.lead(first) for x in xs]
+        dims = tuple(0 if dim == first else _behind(dim, first) for dim in dims)
+    num_parts = len(counts) // len(xs)
+    is_even = all(count == counts[i - i % num_parts] for i, count in enumerate(counts))
+    places = _places([x.size for x in xs], dims, counts, along)
+    copies = []
     at = 0
-    for t in range(len(shapes)):
-        own = tuple(counts[t * num_parts : (t + 1) * num_parts])
-        table.append(_runs(own, tuple(index[at : at + sum(own)])))
+    for t, (x, dim) in enumerate(zip(xs, dims, strict=True)):
+        own = counts[t * num_parts : (t + 1) * num_parts]
+        if is_even and not index and num_parts * own[0] == x.size[dim]:
+            # the parts of one tensor lie equally far from each other: a single copy fills them
+            step = places[1][t].offset - places[0][t].offset if num_parts > 1 else 0
+            place = places[0][t]
+            place = _View((num_parts, *place.size), (step, *place.stride), place.offset)
+            copies.append(_Copy(t, False, x.parts(dim, num_parts), place))
+            continue
+        for p, runs in enumerate(_runs(own, index[at : at + sum(own)])):
+            start = 0
+            for run in runs:
+                part = places[p][t].narrow(dim, start, run.length)
+                copies.append(_Copy(t, run.again, x.narrow(dim, run.start, run.length), part))
+                start += run.length
         at += sum(own) if index else 0
+    return tuple(copies)
+
+
+def _behind(dim: int, first: int) -> int:
+    """Return where ``dim`` is once ``first`` stands in front."""
+    return dim + (dim < first)
+
+
+def _places(
+    sizes: Sequence[Shape], dims: Shape, counts: Shape, along: int | None
+) -> list[list[_View]]:
+    """Return the place of each tensor in each rank's part of the buffer."""
+    num_parts = len(counts) // len(sizes)
+    places: list[list[_View]] = []
     offset = 0
     for p in range(num_parts):
-        places, starts = _blocks(shapes, dims, along, counts[p::num_parts])
-        size = sum(map(prod, places))
-        part = buffer[offset : offset + size]
-        offset += size
-        if along is not None:
-            part = part.view(_with(places[0], along, starts[-1]))
-        for t, (place, dim) in enumerate(zip(places, dims, strict=True)):
-            if along is None:
-                piece = part[starts[t] : starts[t + 1]].view(place)
-            else:
-                piece = part.narrow(along, starts[t], place[along])
-            at = 0
-            for run in table[t][p]:
-                yield t, run, piece.narrow(dim, at, run.length)
-                at += run.length
+        cut = [
+            _with(size, dim, n)
+            for size, dim, n in zip(sizes, dims, counts[p::num_parts], strict=True)
+        ]
+        if along is None:
+            starts = [offset, *accumulate(map(prod, cut), initial=offset)][1:]
+            places.append([_View.dense(one, at) for one, at in zip(cut, starts, strict=False)])
+        else:
+            starts = [*accumulate((one[along] for one in cut), initial=0)]
+            whole = _View.dense(_with(cut[0], along, starts[-1]), offset)
+            places.append(
+                [whole.narrow(along, at, one[along]) for one, at in zip(cut, starts, strict=False)]
+            )
+        offset += sum(map(prod, cut))
+    return places
 
 
-def _even_views(
-    buffer: Tensor,
-    shapes: Sequence[Sequence[int]],
-    dims: Sequence[int],
-    num_parts: int,
-    along: int | None,
-) -> Iterator[Tensor]:
-    """View the buffer as one ``[P, .., n/P, ..]`` per tensor: a single copy fills it."""
-    counts = [shape[dim] // num_parts for shape, dim in zip(shapes, dims, strict=True)]
-    places, starts = _blocks(shapes, dims, along, counts)
-    if along is None:
-        slabs = buffer.view(num_parts, -1)
-        for place, start, stop in zip(places, starts, starts[1:], strict=False):
-            yield slabs[:, start:stop].view(num_parts, *place)
-    else:
-        parts = buffer.view(num_parts, *_with(places[0], along, starts[-1]))
-        for place, start in zip(places, starts, strict=False):
-            yield parts.narrow(along + 1, start, place[along])
-
-
-def _split(x: Tensor, dim: int, num_parts: int) -> Tensor:
-    parted = (*x.shape[:dim], num_parts, x.shape[dim] // num_parts, *x.shape[dim + 1 :])
-    return x.view(parted).movedim(dim, 0)  # [P, .., n/P, ..]
-
-
-def _lead(
-    xs: list[Tensor], dims: list[int], joined: list[int]
-) -> tuple[list[Tensor], list[int], int | None]:
-    """Return the tensors with the leading dim in front, their cut dims, and the joined dim."""
-    if not joined:
-        return xs, dims, None
-    first, along = joined
-
-    def moved(dim: int) -> int:
-        return 0 if dim == first else dim + (dim < first)
-
-    return [x.movedim(first, 0) for x in xs], [moved(dim) for dim in dims], moved(along)
+def _planned(
+    xs: Sequence[Tensor],
+    dims: list[int],
+    counts: list[int],
+    index: list[int],
+    joined: Sequence[int],
+) -> tuple[_Copy, ...]:
+    return _copies(
+        tuple(tuple(x.shape) for x in xs),
+        tuple(x.stride() for x in xs),
+        tuple(dims),
+        tuple(counts),
+        tuple(index),
+        tuple(joined),
+    )
 
 
 def pack(
@@ -180,17 +225,9 @@ def pack(
         Flat dense buffer; rank ``p``'s part holds its slice of ``xs[0]``, of ``xs[1]``, and so on,
         each dense, or all of them side by side.
     """
-    num_parts = len(counts) // len(xs)
-    xs, dims, along = _lead(xs, dims, list(joined))
-    shapes = [list(x.shape) for x in xs]
-    buffer = xs[0].new_empty(packed_size(shapes, dims, counts))
-    if not index and buffer.numel() and _is_even(counts, num_parts):
-        views = _even_views(buffer, shapes, dims, num_parts, along)
-        for x, dim, view in zip(xs, dims, views, strict=True):
-            view.copy_(_split(x, dim, num_parts))
-        return buffer
-    for t, run, place in _parts_of(buffer, shapes, dims, counts, index, along):
-        place.copy_(xs[t].narrow(dims[t], run.start, run.length))
+    buffer = xs[0].new_empty(packed_size([list(x.shape) for x in xs], dims, counts))
+    for copy in _planned(xs, dims, counts, index, joined):
+        copy.place.of(buffer).copy_(copy.own.of(xs[copy.t]))
     return buffer
 
 
@@ -215,22 +252,14 @@ def unpack(
     Returns:
         Dense tensors. Sums run over ranks in ascending order, in the buffer's dtype.
     """
-    num_parts = len(counts) // len(shapes)
     outs = [buffer.new_empty(shape) for shape in shapes]
-    leading, dims, along = _lead(outs, dims, list(joined))
-    shapes = [list(x.shape) for x in leading]
-    if not index and buffer.numel() and _is_even(counts, num_parts):
-        views = _even_views(buffer, shapes, dims, num_parts, along)
-        for out, dim, view in zip(leading, dims, views, strict=True):
-            _split(out, dim, num_parts).copy_(view)
-        return outs
-    _zero_what_nobody_sends(leading, dims, counts, index)
-    for t, run, place in _parts_of(buffer, shapes, dims, counts, index, along):
-        rows = leading[t].narrow(dims[t], run.start, run.length)
-        if run.again:
-            rows.add_(place)
+    _zero_what_nobody_sends(outs, dims, counts, index)
+    for copy in _planned(outs, dims, counts, index, joined):
+        own, place = copy.own.of(outs[copy.t]), copy.place.of(buffer)
+        if copy.again:
+            own.add_(place)
         else:
-            rows.copy_(place)
+            own.copy_(place)
     return outs
 
 
@@ -244,7 +273,7 @@ def _zero_what_nobody_sends(
         if index:
             for position in set(range(out.shape[dims[t]])) - set(index[at : at + total]):
                 out.select(dims[t], position).zero_()
-        else:
+        elif total < out.shape[dims[t]]:
             out.narrow(dims[t], total, out.shape[dims[t]] - total).zero_()
         at += total
 
@@ -253,6 +282,6 @@ def packed_size(shapes: list[list[int]], dims: list[int], counts: list[int]) -> 
     """Return the number of elements of the buffer that `pack` fills."""
     num_parts = len(counts) // len(shapes)
     return sum(
-        prod(_with(shape, dim, sum(counts[t * num_parts : (t + 1) * num_parts])))
+        prod(_with(tuple(shape), dim, sum(counts[t * num_parts : (t + 1) * num_parts])))
         for t, (shape, dim) in enumerate(zip(shapes, dims, strict=True))
     )
