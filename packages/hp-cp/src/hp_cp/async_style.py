@@ -47,7 +47,8 @@ class AsyncContextParallel(ContextParallel):
             ``q_proj``, ``k_proj`` and ``v_proj``. Default: three separate projections.
         head_groups: Run the module once for each of so many groups of heads, the exchange of one
             group behind the attention of another (see `hp_cp.grouped`). Needs no projections, so
-            it overlaps in any model, and divides the peak memory of attention. Default: 1.
+            it overlaps in any model; without a graph, two groups are in memory at a time.
+            Default: 1.
 
     .. note::
         A fallback to the synchronous path warns once, with its reason.

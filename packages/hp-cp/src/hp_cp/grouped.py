@@ -6,8 +6,9 @@ The module runs ``h`` times, each time on a slice of the heads, unchanged::
     compute          attention 0 | attention 1 | ...
 
 Groups are consecutive heads and keep query heads and their KV heads together. Backward runs the
-mirror of this order by itself, since launches and waits are nodes of the autograd graph. Each group
-holds ``1 / h`` of what attention needs, so its peak memory falls likewise.
+mirror of this order by itself, since launches and waits are nodes of the autograd graph. A group is
+free once it has run, as far as backward does not need it: q, k and v of two groups are in memory at
+a time, the one at work and the one on the wire.
 """
 
 from __future__ import annotations
