@@ -66,18 +66,32 @@ class _CausalRows(torch.autograd.Function):
         prefix, diagonal = _blocks(ctx.start, ctx.start + q.shape[2], k.shape[2])
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
-        grad_q = torch.zeros_like(q)
-        grad_k, grad_v = k.new_zeros(k.shape), v.new_zeros(v.shape)
-        for keys, causal in ((prefix, False), (diagonal, True)):
-            if keys is None:
-                continue
-            dq, dk, dv = _flash_backward(
+        blocks = [(prefix, False)] if diagonal is None else [(prefix, False), (diagonal, True)]
+        parts = [
+            _flash_backward(
                 grad, q, k[:, :, keys], v[:, :, keys], out, lse, 0.0, causal, scale=ctx.scale
             )
+            for keys, causal in blocks
+        ]
+        grad_q = parts[0][0]
+        for dq, _, _ in parts[1:]:
             grad_q += dq
-            grad_k[:, :, keys] = dk
-            grad_v[:, :, keys] = dv
+        grad_k, grad_v = (_joined(x, [part[i] for part in parts]) for i, x in ((1, k), (2, v)))
         return grad_q, grad_k, grad_v, None, None
+
+
+def _joined(x: Tensor, parts: list[Tensor]) -> Tensor:
+    """Return the gradient of ``x`` from those of its first keys; later keys nobody saw."""
+    seen = sum(part.shape[2] for part in parts)
+    if len(parts) == 1 and seen == x.shape[2]:
+        return parts[0]
+    whole = torch.empty_like(x)
+    at = 0
+    for part in parts:
+        whole[:, :, at : at + part.shape[2]] = part
+        at += part.shape[2]
+    whole[:, :, seen:] = 0
+    return whole
 
 
 def _blocks(start: int, end: int, keys: int) -> tuple[slice, slice | None]:

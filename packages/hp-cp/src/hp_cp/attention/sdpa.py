@@ -80,6 +80,7 @@ def window_sdpa(
             q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
     q, k, v, mask, shape = prepare(q, k, v, attn_mask, window, enable_gqa, where)
+    whole_k, whole_v = k, v
     seen = min(window.query_end, window.key_length)
     if is_causal and seen < k.shape[2]:
         k, v = k[:, :, :seen], v[:, :, :seen]
@@ -101,7 +102,8 @@ def window_sdpa(
             scale=scale,
         )
     elif path == "prefix_and_diagonal":
-        out = _flash_cpu.causal_rows_attention(q, k, v, window.query_start, scale)
+        # whole: backward of a cut would fill and copy a gradient once more
+        out = _flash_cpu.causal_rows_attention(q, whole_k, whole_v, window.query_start, scale)
     else:
         with contextlib.nullcontext() if seed is None else rng.seeded(q.device, seed):
             out = _fused(path, q, k, v, mask, dropout_p, is_causal, scale)
