@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 
 __all__ = ["CPBoundary", "Call"]
 
+
+def _version(x: Tensor) -> int:
+    """Return how often ``x`` was written in place; tensors of inference mode do not count."""
+    return 0 if x.is_inference() else x._version
+
+
 _applied: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 """How many boundaries each CP group has: ranks that are in different modules must not be paired."""
 
@@ -43,11 +49,13 @@ class Call(Entry):
     Attributes:
         inputs: q, k and v as they came; the output is laid out as q was.
         tail: Second half of the work under load balance: q of the mirror rank's tail.
+        versions: Under load balance, how often k and v had been written before the first call.
         recorder: Under ``keep_kv=False``, what keeps K and V out of the graph.
     """
 
     inputs: Inputs
     tail: Tensor | None = None
+    versions: list[int] = field(default_factory=list)
     recorder: Recorder | None = None
 
 
@@ -73,7 +81,9 @@ class CPBoundary(Boundary[Call]):
         ordinal = _applied[self.group] = _applied.get(self.group, 0) + 1
         self.identity = {
             "module": f"number {ordinal} that a style was applied to",
-            "style": f"{style!r}, head_groups={style.head_groups}, keep_kv={style.keep_kv}",
+            # what changes what is sent, and in what order it lies on the wire
+            "style": f"{style!r}, head_groups={style.head_groups}, keep_kv={style.keep_kv}, "
+            f"use_local_input={style.use_local_input}",
         }
         if plan.mode == "hybrid":
             self.cp_mesh = split_cp_mesh(device_mesh, plan.ulysses_degree)
@@ -124,6 +134,8 @@ class CPBoundary(Boundary[Call]):
         if tail is not None:
             tail = self._wrap(tail, 0, inputs, view)
         call = Call(args, kwargs, view, inputs, tail)
+        if tail is not None:
+            call.versions = [_version(x) for x in read_slots(args, kwargs, inputs.slots)[1:]]
         self._forget(call, inputs, (k, v), args, kwargs)
         return call
 
@@ -151,6 +163,7 @@ class CPBoundary(Boundary[Call]):
         heads: list[tuple[Tensor, OutputDims]] = []
         with entry.view.paused():
             self._map(entry, output, lambda x: heads.append(self._return(entry, x)))
+        self._refuse_writes(entry)
         _, entry.view.window = self.plan.rows(self.rank, self._length(entry.inputs))
         args, kwargs = replace_slots(entry.args, entry.kwargs, entry.inputs.slots[:1], [entry.tail])
         second = module.forward(*args, **kwargs)
@@ -165,14 +178,25 @@ class CPBoundary(Boundary[Call]):
         with entry.view.paused():
             return self._map(entry, second, join, several="load_balance")
 
+    def _refuse_writes(self, entry: Call) -> None:
+        """Refuse a module that writes to k or v: the second call would see what the first wrote."""
+        now = read_slots(entry.args, entry.kwargs, entry.inputs.slots)[1:]
+        require(
+            [_version(x) for x in now] == entry.versions,
+            self.where,
+            "with load_balance the module is called twice with the same k and v, which it must not "
+            "write to in place",
+            "write to a copy (k = k * 2 and not k *= 2), or set load_balance=False",
+        )
+
     def _refuse_inner_hooks(self, module: nn.Module, several: str) -> None:
         """Refuse hooks that would see one of the calls that ``several`` makes, and not the rest."""
         hooks = inner_hooks(module)
         require(
             not hooks,
             self.where,
-            f"with {several} {type(module).__name__} is called several times, and its forward "
-            f"hooks {hooks} would run in the first call only; there must be none between those of "
+            f"with {several} {type(module).__name__} is called several times, and its "
+            f"hooks {hooks} would run for one call only; there must be none between those of "
             f"{self.where}",
             "put them on the module around it: pre-hooks there, or before the style is applied",
         )

@@ -250,7 +250,7 @@ def test_a_hook_that_would_see_one_call_of_many_is_refused(
         if where == "pre":
             handle = core.register_forward_pre_hook(lambda module, args: tuple(2 * x for x in args))
         shards = [case.local(x, rank) for x in case.qkv()]
-        with pytest.raises(ValueError, match="would run in the first call only"):
+        with pytest.raises(ValueError, match="would run for one call only"):
             core(*shards)
         handle.remove()
         compare(rank, case, Sdpa, applied=core)

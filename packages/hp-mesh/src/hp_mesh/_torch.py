@@ -111,6 +111,27 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def count_write(tensor: DTensor) -> None:
+    """Tell autograd that ``tensor`` was written in place.
+
+    DTensor (2.13) counts the write of the wrapper, not of the local tensor, which a kernel may have
+    saved: its gradients would be wrong without a word.
+    """
+    if not tensor._local_tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor._local_tensor)
+
+
+def global_forward_hooks() -> list[Any]:
+    """Return the forward hooks of all modules, which run before a module's own.
+
+    Those of torch itself (flop counters, memory trackers) look on and are left out.
+    """
+    from torch.nn.modules import module
+
+    hooks = list(module._global_forward_hooks.values())
+    return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("torch.")]
+
+
 # -- meshes ---------------------------------------------------------------------------------------
 
 
@@ -166,7 +187,7 @@ class _FromLocal(torch.autograd.Function):
         placements: tuple[Placement, ...],
         grad_placements: tuple[Placement, ...],
     ) -> DTensor:
-        ctx.grad_placements = grad_placements
+        ctx.placements, ctx.grad_placements = placements, grad_placements
         ctx.set_materialize_grads(False)
         return wrap_detached(local.view_as(local), mesh, placements, local.requires_grad)
 
@@ -174,6 +195,14 @@ class _FromLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor | None) -> tuple[Tensor | None, None, None, None]:
         if grad is None:
             return None, None, None, None
+        if torch.is_grad_enabled() and grad.requires_grad:
+            if tuple(grad.placements) != ctx.grad_placements:
+                raise RuntimeError(
+                    f"a second derivative of a DTensor with {ctx.placements} needs its gradient as "
+                    f"{ctx.grad_placements}, and it came as {tuple(grad.placements)}; pass "
+                    "use_local_input=True to the style and work on local tensors"
+                )
+            return to_local(grad, ctx.placements), None, None, None
         return partial_share(grad, ctx.grad_placements), None, None, None
 
 
@@ -183,6 +212,7 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, grad_placements: tuple[Placement, ...]) -> Tensor:
         ctx.mesh, ctx.grad_placements = tensor.device_mesh, grad_placements
+        ctx.placements = tuple(tensor.placements)
         ctx.set_materialize_grads(False)
         local: Tensor = tensor._local_tensor
         return local.view_as(local)  # waits, if it is still under way
@@ -191,6 +221,8 @@ class _ToLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[DTensor | None, None]:
         if grad is None:
             return None, None
+        if torch.is_grad_enabled() and grad.requires_grad:
+            return from_local(grad, ctx.mesh, ctx.grad_placements, ctx.placements), None
         return wrap_detached(grad, ctx.mesh, ctx.grad_placements, grad.requires_grad), None
 
 
@@ -277,16 +309,26 @@ def wrap_detached(
     local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], requires_grad: bool
 ) -> DTensor:
     """Build a DTensor around ``local`` outside autograd: for use inside an autograd function."""
-    specs: dict[object, Any] = mesh.__dict__.setdefault("_hp_specs", {})
-    key = (placements, local.shape, local.stride(), local.dtype)
-    spec = specs.get(key)
-    if spec is None:
-        if len(specs) >= 256:  # lengths that keep changing must not pile up
-            specs.clear()
-        spec = specs[key] = _spec(local, mesh, placements)
+    if torch.compiler.is_compiling():
+        spec = _spec(local, mesh, placements)
+    else:
+        specs: _Specs = mesh.__dict__.setdefault("_hp_specs", _Specs())
+        key = (placements, local.shape, local.stride(), local.dtype)
+        spec = specs.get(key)
+        if spec is None:
+            if len(specs) >= 256:  # lengths that keep changing must not pile up
+                specs.clear()
+            spec = specs[key] = _spec(local, mesh, placements)
     # not DTensor(...): its __init__ does nothing, behind a wrapper that costs more than the rest
     wrapped: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
     return wrapped
+
+
+class _Specs(dict[object, Any]):
+    """Specs of one mesh, kept on the mesh because they hold it; not a part of its checkpoints."""
+
+    def __reduce__(self) -> tuple[type[dict[object, Any]], tuple[()]]:
+        return dict, ()
 
 
 def _spec(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Any:

@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from hp_mesh._torch import global_forward_hooks
 from hp_mesh.checks import fail
 from hp_mesh.view import View, close_view, open_view
 
@@ -245,9 +246,10 @@ def boundary_of(module: nn.Module) -> Boundary[Any] | None:
 
 
 def inner_hooks(module: nn.Module) -> list[str]:
-    """Return the names of forward hooks of others that run between the two hooks of a boundary.
+    """Return the names of hooks of others that run between the two hooks of a boundary.
 
     They see one call of the module; a boundary that runs ``module.forward`` again leaves them out.
+    Full backward hooks are among them: torch reads what they need between a module's hooks.
     """
 
     def name(hook: Any) -> str:
@@ -257,7 +259,9 @@ def inner_hooks(module: nn.Module) -> list[str]:
     after = list(module._forward_hooks.values())
     first = next((i for i, hook in enumerate(before) if isinstance(hook, _PreHook)), len(before))
     last = next((i for i, hook in enumerate(after) if isinstance(hook, _PostHook)), 0)
-    return [name(hook) for hook in (*before[first + 1 :], *after[:last])]
+    backward = list(module._backward_hooks.values())
+    inner = (*before[first + 1 :], *global_forward_hooks(), *after[:last], *backward)
+    return [name(hook) for hook in inner]
 
 
 def remove_boundary(module: nn.Module) -> None:

@@ -96,6 +96,14 @@ def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     return flat
 
 
+def written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what the function ``name`` writes to, if it writes in place."""
+    in_place = name == "__setitem__" or (
+        (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
+    )
+    return args[0] if in_place and args else kwargs.get("out")
+
+
 def _refuse_lost_writes(
     view: View, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
@@ -104,10 +112,7 @@ def _refuse_lost_writes(
     A plain tensor written from a DTensor would gather it; a slice of a sharded dim is not a view
     but gathered data, so that what is written there never reaches the tensor it was taken from.
     """
-    in_place = name == "__setitem__" or (
-        (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
-    )
-    target = args[0] if in_place and args else kwargs.get("out")
+    target = written(name, args, kwargs)
     if not isinstance(target, Tensor):
         return
     way_out = (

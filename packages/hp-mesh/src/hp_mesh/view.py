@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from hp_mesh._torch import (
     checkpoint_codes,
+    count_write,
     function_body,
     patch_dtensor_exits,
     push_function_mode,
@@ -41,7 +42,7 @@ from hp_mesh._torch import (
 )
 from hp_mesh.checks import fail
 from hp_mesh.contraction import register_contractions
-from hp_mesh.plain import enter_view
+from hp_mesh.plain import enter_view, written
 from hp_mesh.reshape import register_reshapes
 from hp_mesh.window import AttentionWindow, Range
 
@@ -203,6 +204,9 @@ class View(TorchFunctionMode):
         else:
             args, kwargs = enter_view(self, func, args, kwargs)
             result = self.call_dtensor(func, args, kwargs)
+            target = written(getattr(func, "__name__", ""), args, kwargs)
+            if isinstance(target, DTensor):
+                count_write(target)
         if self.is_balanced:
             self._check_rows(func, owned, result)
         return result
