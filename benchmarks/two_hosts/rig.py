@@ -119,7 +119,7 @@ class TwoHosts:
             for command in setup_commands(self.hosts):
                 _call(command)
             self.set_rate(1000)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: __exit__ does not run for what __enter__ left half made
             self.close()
             raise
         return self

@@ -156,7 +156,7 @@ class _PreHook:
         _open_calls.calls.append(_Open(entry, frame, handled))
         try:
             self.boundary.run_ahead(module, entry)
-        except BaseException:
+        except BaseException:  # KeyboardInterrupt too, for which torch skips the post-hook
             self.boundary.abandon(entry)
             _close(entry)
             raise
