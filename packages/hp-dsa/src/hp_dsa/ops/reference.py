@@ -1,0 +1,278 @@
+"""The operators' definition: plain torch, whole matrices, gradients by autograd.
+
+Everything is computed document by document, in float64 for float64 inputs and in float32 for the
+rest. Arguments are checked by the callers; ``rows`` says which keys a row sees.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hp_dsa.ops.arguments import check_range
+from hp_dsa.ops.dispatch import Gradients
+from hp_dsa.ops.rows import Document, Rows
+
+__all__ = [
+    "dense_kl_loss",
+    "dense_softmax_lse",
+    "lightning_indexer",
+    "sparse_flash_attention",
+    "sparse_kl_loss",
+]
+
+
+def lightning_indexer(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    rows: Rows,
+    sparse_count: int,
+    return_value: bool,
+) -> tuple[Tensor, Tensor]:
+    """Sort all scores of a row and keep the first ``sparse_count`` visible ones."""
+    q, k, w = (_precise(rows.batched(x)) for x in (query, key, weights))
+    shape = (rows.batch, rows.num_queries, 1, sparse_count)
+    indices = query.new_full(shape, -1, dtype=torch.int32)
+    values = q.new_full(shape, -math.inf)
+    for document in rows.documents:
+        scores = _index_scores(*_index_parts(document, q, k, w))  # [Lq, Lk]
+        visible = _visible(rows, document, scores.device)
+        count = min(sparse_count, document.key_length)
+        # two stable sorts: by score, then what is visible in front; ties keep their positions
+        order = scores.argsort(stable=True, dim=-1, descending=True)
+        seen_first = visible.gather(-1, order).argsort(stable=True, dim=-1, descending=True)
+        order = order.gather(-1, seen_first)[:, :count]
+        valid = visible.gather(-1, order)
+        best = scores.gather(-1, order)
+        document.queries(indices)[:, 0, :count] = order.where(valid, -1).int()
+        document.queries(values)[:, 0, :count] = (best + 0.0).where(valid, -math.inf)
+    found = rows.unbatched(values).to(query.dtype) if return_value else query.new_empty(0)
+    return rows.unbatched(indices), found
+
+
+def sparse_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    scale_value: float,
+    rows: Rows,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    sparse_block_size: int,
+    return_softmax_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gather the selected keys of every row and attend to them."""
+    check_range(rows, sparse_indices, sparse_block_size)
+    q, k = _joined(rows, query, query_rope), _joined(rows, key, key_rope)
+    v = _precise(rows.batched(key if value is None else value))
+    indices = rows.batched(sparse_indices)
+    out = q.new_zeros(*q.shape[:3], v.shape[-1])
+    maximum = q.new_zeros(rows.batch, 1, rows.num_queries, q.shape[2])
+    total = torch.zeros_like(maximum)
+    for document in rows.documents:
+        if document.key_length == 0:
+            continue
+        tokens, valid = _selected(rows, document, indices, sparse_block_size)  # [Lq, K]
+        scores = scale_value * torch.einsum(
+            "qnd,qkd->qnk", document.queries(q), _taken(document.keys(k), tokens, valid)
+        )
+        weights, m, z = _softmax(scores, valid[:, None])
+        document.queries(out)[:] = torch.einsum(
+            "qnk,qkd->qnd", weights, _taken(document.keys(v), tokens, valid)
+        )
+        document.queries(maximum, 2)[0] = m.detach()
+        document.queries(total, 2)[0] = z.detach()
+    result = rows.unbatched(out).to(query.dtype)
+    if not return_softmax_lse:
+        return result, maximum.new_empty(0), maximum.new_empty(0)
+    return result, rows.unbatched(maximum), rows.unbatched(total)
+
+
+def sparse_kl_loss(
+    query: Tensor,
+    key: Tensor,
+    query_index: Tensor,
+    key_index: Tensor,
+    weights: Tensor,
+    sparse_indices: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    scale_value: float,
+    rows: Rows,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    gradients: bool,
+) -> Gradients:
+    """Return the loss over the selected keys and, if asked, its gradients (else empty tensors)."""
+    check_range(rows, sparse_indices, 1)
+    q, k = _joined(rows, query, query_rope), _joined(rows, key, key_rope)
+    indices, m, z = (rows.batched(x) for x in (sparse_indices, softmax_max, softmax_sum))
+
+    def divergence(document: Document, scores: Tensor) -> Tensor:
+        tokens, valid = _selected(rows, document, indices, 1)
+        logits = scale_value * torch.einsum(
+            "qnd,qkd->qnk", document.queries(q), _taken(document.keys(k), tokens, valid)
+        )
+        target = _probability(
+            logits, document.queries(m, 2)[0], document.queries(z, 2)[0], valid[:, None]
+        ).mean(1)
+        return _divergence(target, scores.gather(-1, tokens), valid)
+
+    return _summed(query_index, key_index, weights, rows, divergence, gradients)
+
+
+def dense_softmax_lse(
+    query_index: Tensor, key_index: Tensor, weights: Tensor, rows: Rows
+) -> tuple[Tensor, Tensor]:
+    """Return maximum and sum of the index scores' softmax over the visible keys."""
+    inputs = [_precise(rows.batched(x)) for x in (query_index, key_index, weights)]
+    maximum = inputs[0].new_zeros(rows.batch, 1, rows.num_queries)
+    total = torch.zeros_like(maximum)
+    for document in rows.documents:
+        if document.key_length == 0:
+            continue
+        scores = _index_scores(*_index_parts(document, *inputs))
+        _, m, z = _softmax(scores, _visible(rows, document, scores.device))
+        document.queries(maximum, 2)[0] = m
+        document.queries(total, 2)[0] = z
+    return rows.unbatched(maximum), rows.unbatched(total)
+
+
+def dense_kl_loss(
+    query: Tensor,
+    key: Tensor,
+    query_index: Tensor,
+    key_index: Tensor,
+    weights: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    softmax_max_index: Tensor,
+    softmax_sum_index: Tensor,
+    scale_value: float,
+    rows: Rows,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    gradients: bool,
+) -> Gradients:
+    """Return the loss over all visible keys and, if asked, its gradients (else empty tensors).
+
+    The index scores' own statistics are not read: their softmax is part of the definition.
+    """
+    q, k = _joined(rows, query, query_rope), _joined(rows, key, key_rope)
+    m, z = rows.batched(softmax_max), rows.batched(softmax_sum)
+    group = q.shape[2] // k.shape[2]
+
+    def divergence(document: Document, scores: Tensor) -> Tensor:
+        visible = _visible(rows, document, scores.device)
+        keys = document.keys(k).repeat_interleave(group, 1)
+        logits = scale_value * torch.einsum("qnd,knd->qnk", document.queries(q), keys)
+        # [N2, Lq, G] -> [Lq, N1]
+        own_m, own_z = (document.queries(x, 2).transpose(0, 1).flatten(1) for x in (m, z))
+        target = _probability(logits, own_m, own_z, visible[:, None]).mean(1)
+        return _divergence(target, scores, visible)
+
+    return _summed(query_index, key_index, weights, rows, divergence, gradients)
+
+
+def _precise(x: Tensor) -> Tensor:
+    return x if x.dtype is torch.float64 else x.float()
+
+
+def _joined(rows: Rows, x: Tensor, rope: Tensor | None) -> Tensor:
+    """Return ``x`` beside its rotary part: one dot product is then the sum of two."""
+    parts = [x] if rope is None else [x, rope]
+    return torch.cat([_precise(rows.batched(part)) for part in parts], -1)
+
+
+def _visible(rows: Rows, document: Document, device: torch.device) -> Tensor:
+    """Return ``[Lq, Lk]``: True where the row sees the key."""
+    counts = rows.visible_counts(document, 0, document.query_length, device)
+    return torch.arange(document.key_length, device=device) < counts[:, None]
+
+
+def _index_parts(document: Document, q: Tensor, k: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return document.queries(q), document.keys(k)[:, 0], document.queries(w)
+
+
+def _index_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+    """Score keys: ``sum_n w[q, n] * relu(q[q, n] . k[s])``, ``[Lq, Lk]``."""
+    return torch.einsum("qn,qnk->qk", w, torch.einsum("qnd,kd->qnk", q, k).relu())
+
+
+def _selected(rows: Rows, document: Document, indices: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens that a row's entries stand for, and which of them count.
+
+    Returns:
+        ``[Lq, K * block]`` int64, and bool of the same shape: before the row's first -1, visible.
+    """
+    entries = document.queries(indices)[:, 0].long()
+    before_end = (entries >= 0).long().cumprod(-1).bool()
+    tokens = entries[..., None] * block + torch.arange(block, device=entries.device)
+    counts = rows.visible_counts(document, 0, document.query_length, entries.device)
+    valid = before_end[..., None] & (tokens < counts[:, None, None])
+    return tokens.where(valid, 0).flatten(1), valid.flatten(1)
+
+
+def _taken(keys: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
+    """Return the keys of the tokens, ``[Lq, K, D]``, and zeros where a token does not count."""
+    return keys[:, 0][tokens].where(valid[..., None], 0.0)
+
+
+def _softmax(scores: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return softmax over the valid entries, its maximum and its sum; all 0 where there is none."""
+    masked = scores.masked_fill(~valid, -math.inf)
+    m = masked.detach().amax(-1)
+    m = m.where(m > -math.inf, 0.0)
+    exponentials = (masked - m[..., None]).exp()
+    z = exponentials.sum(-1)
+    return exponentials / z.where(z > 0, 1.0)[..., None], m, z
+
+
+def _probability(logits: Tensor, m: Tensor, z: Tensor, valid: Tensor) -> Tensor:
+    """Return attention's probabilities from its statistics ``[Lq, N1]``."""
+    z = z.where(z > 0, 1.0)
+    shifted = (logits - m[..., None]).masked_fill(~valid, -math.inf)
+    return shifted.exp() / z[..., None]
+
+
+def _divergence(target: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
+    """Return ``sum p (log p - log softmax(I))`` over valid entries; the target is a constant."""
+    empty = ~valid.any(-1, keepdim=True)
+    masked = scores.masked_fill(~valid & ~empty, -math.inf)
+    log_q = (masked - masked.logsumexp(-1, keepdim=True)).masked_fill(~valid, 0.0)
+    p = target.detach().masked_fill(~valid, 0.0).to(scores.dtype)
+    return (torch.xlogy(p, p) - p * log_q).sum()
+
+
+def _summed(
+    query_index: Tensor,
+    key_index: Tensor,
+    weights: Tensor,
+    rows: Rows,
+    divergence: object,
+    gradients: bool,
+) -> Gradients:
+    """Sum ``divergence(document, scores)`` over documents and differentiate it."""
+    assert callable(divergence), "the caller passes a function"
+    given = (query_index, key_index, weights)
+    with torch.enable_grad():
+        inputs = [_precise(rows.batched(x.detach())).requires_grad_() for x in given]
+        loss = inputs[0].new_zeros(1)
+        for document in rows.documents:
+            if document.key_length:
+                scores = _index_scores(*_index_parts(document, *inputs))
+                loss = loss + divergence(document, scores)
+        if not gradients:
+            return *(x.new_empty(0) for x in given), loss.detach()  # type: ignore[return-value]
+        if loss.requires_grad:
+            found = torch.autograd.grad(loss, inputs)
+        else:  # no document has a key
+            found = tuple(torch.zeros_like(x) for x in inputs)
+    d_query, d_key, d_weights = (
+        rows.unbatched(d).to(x.dtype) for d, x in zip(found, given, strict=True)
+    )
+    return d_query, d_key, d_weights, loss.detach()
