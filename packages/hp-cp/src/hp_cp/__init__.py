@@ -11,9 +11,9 @@ from hp_mesh.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hp_cp.async_style import AsyncContextParallel
-    from hp_cp.handoff import Handoff
     from hp_cp.plan import Plan, make_plan
     from hp_cp.style import ContextParallel
+    from hp_mesh.handoff import Handoff
     from hp_mesh.mesh import flatten_mesh, init_device_mesh
     from hp_mesh.parallelize import parallelize_module
     from hp_mesh.view import attention_window
@@ -35,7 +35,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "AsyncContextParallel": "hp_cp.async_style",
         "ContextParallel": "hp_cp.style",
-        "Handoff": "hp_cp.handoff",
+        "Handoff": "hp_mesh.handoff",
         "Plan": "hp_cp.plan",
         "attention_window": "hp_mesh.view",
         "flatten_mesh": "hp_mesh.mesh",

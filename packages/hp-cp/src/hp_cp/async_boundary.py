@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from hp_comm import Handle, gather_seq, preflight, seq_to_head
 from hp_cp.core_boundary import Call, CPBoundary
-from hp_cp.handoff import Lane, Launched, is_pure_view, split_output
 from hp_cp.inputs import LABELS, LENGTH, Inputs, advise
 from hp_cp.plan import HeadTable, Plan
-from hp_cp.views import ViewRecipe, learn_view
 from hp_mesh._torch import in_backward, local_shard
 from hp_mesh.boundary import outside_compiled_code
+from hp_mesh.handoff import Lane, Launched, is_pure_view, split_output
+from hp_mesh.views import ViewRecipe, learn_view
 
 if TYPE_CHECKING:
     from hp_cp.async_style import AsyncContextParallel

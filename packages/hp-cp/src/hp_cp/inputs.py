@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_comm import Handle
 from hp_cp.plan import HeadTable, Plan, resolve_dims
 from hp_mesh.arguments import Slot, find_slots, read_slots
 from hp_mesh.checks import fail, require
+from hp_mesh.handoff import Waitable
 from hp_mesh.placement import TensorLayout, read_layout
 from hp_mesh.view import current_view
 
@@ -44,7 +44,7 @@ class Inputs:
     table: HeadTable
     num_heads: int
     num_kv_heads: int
-    claimed: dict[str, Handle[Tensor]] = field(default_factory=dict)
+    claimed: dict[str, Waitable] = field(default_factory=dict)
     handoffs: dict[str, str] = field(default_factory=dict)
     shards: tuple[Tensor, Tensor] | None = None
 

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor
 
 from hp_comm import Handle, gather_seq
 from hp_cp import _autograd
-from hp_cp.views import Geometry
 from hp_mesh._torch import WeakStorage, local_shard
+from hp_mesh.views import Geometry
 
 __all__ = ["GatheredKV", "Note", "Saved"]
 

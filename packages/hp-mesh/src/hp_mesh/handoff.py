@@ -19,17 +19,16 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hp_comm import Handle
-from hp_cp.views import Geometry
 from hp_mesh._torch import WeakStorage, local_shard
+from hp_mesh.views import Geometry
 
-__all__ = ["Handoff", "Lane", "Launched", "is_pure_view", "split_output"]
+__all__ = ["Handoff", "Lane", "Launched", "Waitable", "is_pure_view", "same_origin", "split_output"]
 
 _VIEW_NODES = frozenset(
     name + "Backward" + str(i)
@@ -59,11 +58,18 @@ IN_FLIGHT = 8
 """Outputs of one projection that may be on their way to the core at a time; older ones are lost."""
 
 
+class Waitable(Protocol):
+    """Work under way, such as a handle of `hp_comm`."""
+
+    def wait(self) -> Any:
+        """Return its result."""
+
+
 class Handoff(nn.Module):
     """An identity that marks where a tensor is final, so that its exchange can start there.
 
-    Put it behind what stands between projection and attention (rotary, QK-norm) and name it as
-    ``q_proj`` or ``k_proj`` of `AsyncContextParallel.apply`.
+    Put it behind what stands between projection and attention (rotary, QK-norm) and name it as the
+    module that the tensor comes from, such as ``q_proj`` of `AsyncContextParallel.apply`.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,7 +108,7 @@ class Launched:
     grad_fn: Any
     leaf: Tensor | None
     requires_grad: bool
-    handle: Handle[Tensor] | None = None
+    handle: Waitable | None = None
     view: Geometry | None = None
     copy: Tensor | None = None
     reached: bool = False
@@ -112,7 +118,7 @@ class Launched:
         cls,
         y: Tensor,
         part: Tensor,
-        handle: Handle[Tensor] | None = None,
+        handle: Waitable | None = None,
         view: Tensor | None = None,
     ) -> Launched:
         """Remember output ``y``, of which ``part`` (all of it, or one split) is handed off."""
@@ -199,6 +205,28 @@ def is_pure_view(x: Tensor, source: Launched) -> bool:
             return False
         node = node.next_functions[0][0]
     return node is not None
+
+
+def same_origin(x: Tensor, y: Tensor) -> bool:
+    """Whether ``x`` and ``y``, which show the same data, also pass their gradients to one place.
+
+    Then a gradient of ``y`` may as well be one of ``x``. Hooks on either would notice.
+    """
+    if x is y:
+        return True
+    if x.requires_grad != y.requires_grad or x._backward_hooks or y._backward_hooks:
+        return False
+    if x.retains_grad or y.retains_grad:
+        return False
+    return not x.requires_grad or _origin(x) is _origin(y)
+
+
+def _origin(x: Tensor) -> Any:
+    """Return the leaf or the node whose output ``x`` is a view of."""
+    node: Any = x.grad_fn
+    while node is not None and node.name() in _VIEW_NODES and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    return x if node is None else getattr(node, "variable", node)
 
 
 @dataclass(eq=False)

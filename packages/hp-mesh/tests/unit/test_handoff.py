@@ -10,9 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hp_cp import Handoff
-from hp_cp.handoff import IN_FLIGHT, Lane, Launched, is_pure_view, split_output
-from hp_cp.views import Geometry, learn_view
+from hp_mesh.handoff import (
+    IN_FLIGHT,
+    Handoff,
+    Lane,
+    Launched,
+    is_pure_view,
+    same_origin,
+    split_output,
+)
+from hp_mesh.views import Geometry, learn_view
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "itself": lambda y: y,
@@ -221,3 +228,19 @@ def test_one_tensor_is_found_in_what_a_module_returns() -> None:
     found = split_output(y, (4, 3, 2), 1)
     assert found is not None and torch.equal(found[1], y[:, 4:7])
     assert split_output(y, (4, 3, 3), 1) is None
+
+
+def test_two_views_of_one_output_have_one_origin_and_a_detached_one_has_none() -> None:
+    """A gradient may take another way only if it arrives at the same place and nobody looks."""
+    leaf = torch.randn(2, 6, 4, requires_grad=True)
+    y = leaf * 2
+
+    assert same_origin(y.unsqueeze(2), y.view(2, 6, 1, 4))
+    assert same_origin(leaf.unsqueeze(2), leaf.unsqueeze(2)) and same_origin(
+        leaf, leaf.view_as(leaf)
+    )
+    assert not same_origin(y, y.detach())
+    assert not same_origin(y.unsqueeze(2), (y * 1).unsqueeze(2))
+    watched = y.unsqueeze(2)
+    watched.retain_grad()
+    assert not same_origin(watched, y.unsqueeze(2)) and same_origin(watched, watched)
