@@ -15,6 +15,7 @@ __all__ = ["Gradients", "Operators", "implementation"]
 
 _HOMES = {
     "reference": "hp_dsa.ops.reference",
+    "tiled": "hp_dsa.ops.tiled",
     "npu": "hp_dsa._npu",
 }
 
@@ -95,8 +96,8 @@ class Operators(Protocol):
 
 
 def implementation(x: Tensor) -> Operators:
-    """Return the operators for ``x``'s device: ``HP_DSA``, torch_npu on npu, or reference."""
-    name = os.environ.get("HP_DSA") or ("npu" if x.device.type == "npu" else "reference")
+    """Return the operators for ``x``'s device: ``HP_DSA``, torch_npu on npu, or tiled."""
+    name = os.environ.get("HP_DSA") or ("npu" if x.device.type == "npu" else "tiled")
     if name not in _HOMES:
         raise fail("hp_dsa.ops", f"HP_DSA ({name!r}) must be one of {', '.join(_HOMES)}")
     return cast(Operators, importlib.import_module(_HOMES[name]))

@@ -1,0 +1,186 @@
+"""What the tiled operators share: tile sizes, selected tokens, index scores and their gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hp_dsa.ops.rows import Document, Rows
+
+__all__ = [
+    "Selection",
+    "add_score_gradient",
+    "gathered_rows",
+    "index_scores",
+    "key_tile",
+    "like_input",
+    "logits",
+    "precise",
+    "query_tile",
+    "row_tiles",
+    "select",
+    "take",
+    "taken_keys",
+    "tile_elements",
+    "zeros_like",
+]
+
+
+def tile_elements(x: Tensor) -> int:
+    """Return how many numbers one tile's intermediate may hold: the cache, or a busy GPU."""
+    return 1 << 19 if x.device.type == "cpu" else 1 << 25
+
+
+def precise(x: Tensor) -> Tensor:
+    """Return ``x`` in the dtype of the arithmetic: float64 stays, the rest becomes float32."""
+    return x if x.dtype is torch.float64 else x.float()
+
+
+def zeros_like(x: Tensor) -> Tensor:
+    """Return dense zeros of ``x``'s shape, precise: where a gradient adds up."""
+    dtype = x.dtype if x.dtype is torch.float64 else torch.float32
+    return torch.zeros(x.shape, dtype=dtype, device=x.device)
+
+
+def like_input(rows: Rows, found: Tensor, x: Tensor) -> Tensor:
+    """Return a gradient of `Rows.batched` ``x`` in ``x``'s shape and dtype."""
+    return rows.unbatched(found).to(x.dtype)
+
+
+def gathered_rows(x: Tensor, num_tokens: int, num_heads: int, width: int) -> int:
+    """Return how many rows may have their ``num_tokens`` keys of ``width`` gathered at once."""
+    return max(tile_elements(x) // (num_tokens * (width + num_heads)), 1)
+
+
+def row_tiles(rows: Rows, document: Document, size: int) -> Iterator[tuple[int, int]]:
+    """Yield ``[first, last)`` of the document's rows that see a key, at most ``size`` at a time."""
+    for first in range(rows.first_seeing(document), document.query_length, max(size, 1)):
+        yield first, min(first + max(size, 1), document.query_length)
+
+
+class Selection(NamedTuple):
+    """The tokens of a tile of rows.
+
+    Attributes:
+        tokens: ``[rows, K]`` int64; where ``valid`` is False, the row's first valid token, so that
+            nothing outside the selection is read. 0 in a row without any.
+        valid: bool, same shape.
+    """
+
+    tokens: Tensor
+    valid: Tensor
+
+
+def select(entries: Tensor, block: int, visible: Tensor) -> Selection:
+    """Return what a tile's entries stand for.
+
+    Args:
+        entries: ``[rows, K]``; a row ends at its first -1.
+        block: Tokens that an entry stands for.
+        visible: ``[rows]``, how many keys each row sees.
+    """
+    entries = entries.long()
+    valid = (entries < 0).cumsum(1) == 0
+    if block > 1:
+        within = torch.arange(block, device=entries.device)
+        entries = (entries[..., None] * block + within).flatten(1)
+        valid = valid.repeat_interleave(block, 1)
+    valid &= entries < visible[:, None]
+    # a maximum of booleans is found at its first place
+    first = entries.gather(1, valid.byte().argmax(1, keepdim=True))
+    first = first.masked_fill(~valid.any(1, keepdim=True), 0)
+    return Selection(entries.where(valid, first), valid)
+
+
+def take(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Return the keys ``[Lk, D]`` of the tokens ``[rows, K]``: ``[rows, K, D]``, precise."""
+    return precise(keys.index_select(0, tokens.flatten())).view(*tokens.shape, keys.shape[1])
+
+
+def query_tile(document: Document, x: Tensor, first: int, last: int) -> Tensor:
+    """Return rows ``[first, last)`` of a document, from ``[B, S1, ..]``, precise."""
+    return precise(document.queries(x)[first:last])
+
+
+def key_tile(document: Document, x: Tensor, start: int, stop: int) -> Tensor:
+    """Return keys ``[start, stop)`` of a document, from ``[B, S2, N2, D]``, precise."""
+    return precise(document.keys(x)[start:stop])
+
+
+def taken_keys(document: Document, x: Tensor, tokens: Tensor) -> Tensor:
+    """Return the keys of the tokens, from ``[B, S2, 1, D]``: ``[rows, K, D]``, precise."""
+    return take(document.keys(x)[:, 0], tokens)
+
+
+def logits(
+    scale: float, q: Tensor, k: Tensor, q_rope: Tensor | None, k_rope: Tensor | None
+) -> Tensor:
+    """Return ``scale * (q.k + q_rope.k_rope)``.
+
+    Args:
+        scale: Factor.
+        q: ``[rows, N1, D]``, precise.
+        k: ``[rows, K, D]``, each row's own keys, precise.
+        q_rope: ``[rows, N1, Dr]`` or None.
+        k_rope: ``[rows, K, Dr]`` or None.
+
+    Returns:
+        ``[rows, N1, K]``.
+    """
+    dots = torch.bmm(q, k.mT)
+    if q_rope is not None and k_rope is not None:
+        dots.baddbmm_(q_rope, k_rope.mT)
+    return dots.mul_(scale)
+
+
+def index_scores(q: Tensor, k: Tensor, w: Tensor, relus: list[Tensor] | None = None) -> Tensor:
+    """Score a tile of keys, head by head: nothing larger than ``[rows, keys]`` is made.
+
+    Args:
+        q: ``[rows, N1, D]``, precise.
+        k: ``[keys, D]``, precise.
+        w: ``[rows, N1]``, precise.
+        relus: Gets ``relu(q_n k)``, ``[rows, keys]`` for each head, if given.
+
+    Returns:
+        ``[rows, keys]``.
+    """
+    scores = q.new_zeros(q.shape[0], k.shape[0])
+    for head in range(q.shape[1]):
+        relu = (q[:, head] @ k.T).relu_()
+        scores.addcmul_(relu, w[:, head, None])
+        if relus is not None:
+            relus.append(relu)
+    return scores
+
+
+def add_score_gradient(
+    d_scores: Tensor,
+    selection: Selection,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    into: tuple[Tensor, Tensor, Tensor],
+    relu: Tensor | None = None,
+) -> None:
+    """Add what the gradient of selected index scores makes of a tile's inputs.
+
+    Args:
+        d_scores: ``[rows, K]``, 0 where the selection is not valid.
+        selection: The tokens.
+        q: ``[rows, N1, D]``, precise.
+        k: ``[rows, K, D]``, the selected keys, precise.
+        w: ``[rows, N1]``, precise.
+        into: Gradients of q ``[rows, N1, D]``, of all keys ``[Lk, D]`` and of w ``[rows, N1]``.
+        relu: ``relu(q k)``, ``[rows, N1, K]``, if it is already there; it is overwritten.
+    """
+    d_q, d_keys, d_w = into
+    if relu is None:
+        relu = torch.bmm(q, k.mT).relu_()
+    d_w += torch.bmm(relu, d_scores[..., None]).squeeze(-1)
+    d_dots = relu.sign_().mul_(d_scores[:, None]).mul_(w[..., None])
+    d_q += torch.bmm(d_dots, k)
+    d_keys.index_add_(0, selection.tokens.flatten(), torch.bmm(d_dots.mT, q).flatten(0, 1))
