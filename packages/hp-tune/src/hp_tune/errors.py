@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "MissingToolsError",
     "NoConfigurationError",
     "PlanMismatchError",
     "PlanSchemaError",
@@ -44,6 +45,13 @@ class NoConfigurationError(TuneError):
 
     exit_code = 3
     id = "no-configuration"
+
+
+class MissingToolsError(TuneError):
+    """A compiler or a device that was asked for is not on this machine."""
+
+    exit_code = 5
+    id = "missing-tools"
 
 
 class StudyError(TuneError):
