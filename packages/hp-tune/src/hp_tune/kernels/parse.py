@@ -60,15 +60,17 @@ def multi_buffer_dropped(output: str) -> bool:
 
 def reason(output: str) -> str:
     """Return the first complaint in the output of a compiler, on one line."""
-    for pattern in (r"[Aa]ssertion `(.*?)' failed", r"error: (.*)", r"\[ERROR\]:? ?(.*)"):
-        # an assertion's text may run over several lines, an error's may not
-        found = re.search(pattern, output, re.DOTALL if "`" in pattern else re.NOFLAG)
-        if found:
-            return " ".join(found[1].split())
+    asserted = re.search(r"[Aa]ssertion `(.*?)' failed", output, re.DOTALL)
+    if asserted:
+        return " ".join(asserted[1].split())
+    # that a pipeline failed is said first, why is said after it
+    for error in re.findall(r"error: (.*)", output):
+        if not error.startswith("Failed to run"):
+            return str(error).strip()
     if "Stack dump:" in output:
         return "the compiler crashed"
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return lines[0] if lines else "no message"
+    return lines[-1] if lines else "no message"
 
 
 def mix_mode(linalg: str) -> str:
