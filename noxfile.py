@@ -115,6 +115,39 @@ def bench_peers(session: nox.Session) -> None:
     session.run("python", *args, env={**RANKS_ENV, "DS_ACCELERATOR": "cpu"})
 
 
+INTERPRETED = "packages/hp-comm/tests/unit/test_kernels_interpreter.py"
+
+
+def with_workspace(session: nox.Session, *requirements: str) -> None:
+    """Install into the session's own environment, and let it find the rest in the workspace.
+
+    What is its own comes first on the path: a triton, and the numpy that goes with it.
+    """
+    ask = ("-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+    shared = str(session.run(workspace(session), *ask, external=True, silent=True)).strip()
+    session.install(*requirements)
+    own = str(session.run("python", *ask, silent=True)).strip()
+    Path(own, "workspace.pth").write_text(f"import site; site.addsitedir({shared!r})\n")
+
+
+@nox.session(default=False)
+def npu_compile(session: nox.Session) -> None:
+    """Compile every kernel for Ascend without one, down to HIVM; `-- --quick`: one shape each."""
+    with_workspace(session, *group("npu-compile"))
+    session.run("python", "-m", "hp_tune.kernels.check", "npu", *session.posargs)
+    env = {**RANKS_ENV, "TRITON_INTERPRET": "1"}
+    session.run("python", "-m", "pytest", INTERPRETED, env=env)
+
+
+@nox.session(default=False)
+def cuda_compile(session: nox.Session) -> None:
+    """Compile every kernel for sm_90 without a GPU, down to a cubin; `-- --quick`: one shape."""
+    with_workspace(session, *group("cuda-compile"))
+    session.run("python", "-m", "hp_tune.kernels.check", "cuda", *session.posargs)
+    env = {**RANKS_ENV, "TRITON_INTERPRET": "1"}
+    session.run("python", "-m", "pytest", INTERPRETED, env=env)
+
+
 def _npu_here() -> bool:
     return bool(list(Path("/dev").glob("davinci[0-9]*"))) or shutil.which("npu-smi") is not None
 
