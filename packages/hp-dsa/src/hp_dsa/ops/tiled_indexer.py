@@ -18,14 +18,12 @@ from hp_dsa.ops.tiles import (
     precise,
     row_tiles,
     take,
-    tile_elements,
+    tile_size,
     zeros_like,
 )
 from hp_dsa.ops.topk import RunningTopK
 
 __all__ = ["lightning_indexer"]
-
-_ROWS = 128
 
 
 def lightning_indexer(
@@ -77,7 +75,7 @@ def _search(
         own_q, own_w = document.queries(q), document.queries(w)
         own_k = document.keys(k)[:, 0]
         own_indices, own_values = document.queries(indices), document.queries(values)
-        for first, last in row_tiles(rows, document, _ROWS):
+        for first, last in row_tiles(rows, document, tile_size(q).rows):
             columns, scores = _search_tile(
                 rows, document, first, own_q[first:last], own_k, own_w[first:last], count
             )
@@ -98,7 +96,7 @@ def _search_tile(
     q, w = precise(q), precise(w)
     end = rows.visible(document, first + q.shape[0] - 1)  # no row of the tile sees more
     certain = rows.visible(document, first)  # every row sees these
-    width = max(tile_elements(q) // max(q.shape[0], 1), 1)
+    width = max(tile_size(q).elements // max(q.shape[0], 1), 1)
     best = RunningTopK(count)
     for start in range(0, end, width):
         stop = min(start + width, end)
@@ -116,7 +114,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, w, found, upstream = (rows.batched(x) for x in (query, key, weights, indices, d_values))
     d_q, d_k, d_w = (zeros_like(x) for x in (q, k, w))
-    size = tile_elements(q) // (found.shape[-1] * (q.shape[-1] + 2 * q.shape[-2]))
+    size = tile_size(q).elements // (found.shape[-1] * (q.shape[-1] + 2 * q.shape[-2]))
     for document in rows.documents:
         own = [document.queries(x) for x in (q, w, found, upstream, d_q, d_w)]
         own_k, d_keys = document.keys(k)[:, 0], document.keys(d_k)[:, 0]

@@ -22,7 +22,7 @@ from hp_dsa.ops.tiles import (
     row_tiles,
     select,
     taken_keys,
-    tile_elements,
+    tile_size,
     zeros_like,
 )
 
@@ -131,11 +131,11 @@ def dense_softmax_lse(
     total = torch.zeros_like(maximum)
     for document in rows.documents:
         own_max, own_sum = document.queries(maximum, 2)[0], document.queries(total, 2)[0]
-        for first, last in row_tiles(rows, document, _ROWS):
+        for first, last in row_tiles(rows, document, tile_size(q).rows):
             q_tile, w_tile = (query_tile(document, x, first, last) for x in (q, w))
             m = torch.full_like(own_max[first:last], -math.inf)
             z = torch.zeros_like(m)
-            for start, stop in _key_tiles(rows, document, first, last, tile_elements(q)):
+            for start, stop in _key_tiles(rows, document, first, last, tile_size(q).elements):
                 k_tile = key_tile(document, k, start, stop)[:, 0]
                 scores = index_scores(q_tile, k_tile, w_tile)
                 hidden = _hidden(rows, document, first, last, start, stop, q.device)
@@ -174,9 +174,9 @@ def dense_kl_loss(
         for x in (query, key, softmax_max, softmax_sum, softmax_max_index, softmax_sum_index)
     )
     q_rope, k_rope = (None if x is None else rows.batched(x) for x in (query_rope, key_rope))
-    area = tile_elements(q) * 4 // (sums.query.shape[2] + 4)
+    area = tile_size(q).elements * 4 // (sums.query.shape[2] + 4)
     for document in rows.documents:
-        for first, last in row_tiles(rows, document, _ROWS):
+        for first, last in row_tiles(rows, document, tile_size(q).rows):
             index_q = query_tile(document, sums.query, first, last)
             index_w = query_tile(document, sums.weights, first, last)
             log_z = (
@@ -211,9 +211,6 @@ def dense_kl_loss(
                     into = d_q, d_keys[start:stop], d_w
                     _add_dense_gradient(d_scores, relus, index_q, index_k, index_w, into)
     return sums.result()
-
-
-_ROWS = 128
 
 
 def _key_tiles(

@@ -11,7 +11,9 @@ from torch import Tensor
 from hp_dsa.ops.rows import Document, Rows
 
 __all__ = [
+    "SIZES",
     "Selection",
+    "TileSize",
     "add_score_gradient",
     "gathered_rows",
     "index_scores",
@@ -24,14 +26,25 @@ __all__ = [
     "select",
     "take",
     "taken_keys",
-    "tile_elements",
+    "tile_size",
     "zeros_like",
 ]
 
 
-def tile_elements(x: Tensor) -> int:
-    """Return how many numbers one tile's intermediate may hold: the cache, or a busy GPU."""
-    return 1 << 19 if x.device.type == "cpu" else 1 << 25
+class TileSize(NamedTuple):
+    """How much a device works on at a time: ``elements`` of an intermediate, at most ``rows``."""
+
+    elements: int
+    rows: int
+
+
+SIZES = {"cpu": TileSize(1 << 19, 128), "cuda": TileSize(1 << 25, 1024)}
+"""By device type: what stays in a cache, and what keeps a GPU busy."""
+
+
+def tile_size(x: Tensor) -> TileSize:
+    """Return the tile size for ``x``'s device; an unknown one gets the smallest."""
+    return SIZES.get(x.device.type, SIZES["cpu"])
 
 
 def precise(x: Tensor) -> Tensor:
@@ -52,7 +65,7 @@ def like_input(rows: Rows, found: Tensor, x: Tensor) -> Tensor:
 
 def gathered_rows(x: Tensor, num_tokens: int, num_heads: int, width: int) -> int:
     """Return how many rows may have their ``num_tokens`` keys of ``width`` gathered at once."""
-    return max(tile_elements(x) // (num_tokens * (width + num_heads)), 1)
+    return max(tile_size(x).elements // (num_tokens * (width + num_heads)), 1)
 
 
 def row_tiles(rows: Rows, document: Document, size: int) -> Iterator[tuple[int, int]]:
