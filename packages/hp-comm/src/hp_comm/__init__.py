@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hp_comm.collectives import exchange_head_tail, gather_seq, head_to_seq, seq_to_head
     from hp_comm.counters import Traffic, TrafficRecord, traffic
     from hp_comm.handle import Handle
+    from hp_comm.reductions import scatter_seq, sum_shares
     from hp_comm.sequence import count_tokens, global_loss, unshard_sequence
 
 __all__ = [
@@ -26,7 +27,9 @@ __all__ = [
     "global_loss",
     "head_to_seq",
     "preflight",
+    "scatter_seq",
     "seq_to_head",
+    "sum_shares",
     "traffic",
     "unshard_sequence",
 ]
@@ -43,7 +46,9 @@ __getattr__, __dir__ = lazy_names(
         "global_loss": "hp_comm.sequence",
         "head_to_seq": "hp_comm.collectives",
         "preflight": "hp_comm.agreement",
+        "scatter_seq": "hp_comm.reductions",
         "seq_to_head": "hp_comm.collectives",
+        "sum_shares": "hp_comm.reductions",
         "traffic": "hp_comm.counters",
         "unshard_sequence": "hp_comm.sequence",
     },

@@ -119,7 +119,7 @@ class _OpenCalls(threading.local):
 _open_calls = _OpenCalls()
 
 
-def _call_frame() -> FrameType:
+def call_frame() -> FrameType:
     """Return the frame of the ``Module._call_impl`` that runs the hook which calls this."""
     frame = sys._getframe(2)
     found: FrameType | None = frame
@@ -147,7 +147,7 @@ class _PreHook:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        frame = _call_frame()
+        frame = call_frame()
         handled = sys.exc_info()[1]
         entry = self.boundary.enter(module, args, kwargs)
         # calls that a KeyboardInterrupt left behind: their views are swept by open_view
@@ -171,7 +171,7 @@ class _PostHook:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        frame = _call_frame()
+        frame = call_frame()
         call = next((c for c in reversed(_open_calls.calls) if c.frame is frame), None)
         if call is None:  # the pre-hook itself failed: there is nothing to close
             return output

@@ -67,9 +67,12 @@ Handler = Callable[["View", Callable[..., Any], Sequence[Any], Mapping[str, Any]
 """Runs one op under a view: ``handler(view, op, args, kwargs)``."""
 
 _handlers: dict[object, Handler] = {}
+_know_rows: set[Handler] = set()
 
 
-def register_handler(op: Callable[..., Any] | str, handler: Handler) -> None:
+def register_handler(
+    op: Callable[..., Any] | str, handler: Handler, *, knows_rows: bool = False
+) -> None:
     """Let ``handler`` run ``op`` inside every boundary.
 
     Args:
@@ -77,8 +80,11 @@ def register_handler(op: Callable[..., Any] | str, handler: Handler) -> None:
             the qualified name of a ``torch.ops`` operator (``"npu::npu_fusion_attention"``), which
             may be registered later or never.
         handler: Called with the view, the op and its arguments; returns the op's result.
+        knows_rows: Whether it is right for rows in head-tail order, also where it mixes them.
     """
     _handlers[op] = handler
+    if knows_rows:
+        _know_rows.add(handler)
 
 
 def _handler_of(op: Any) -> Handler | None:
@@ -207,7 +213,7 @@ class View(TorchFunctionMode):
             target = written(getattr(func, "__name__", ""), args, kwargs)
             if isinstance(target, DTensor):
                 count_write(target)
-        if self.is_balanced:
+        if self.is_balanced and handler not in _know_rows:
             self._check_rows(func, owned, result)
         return result
 

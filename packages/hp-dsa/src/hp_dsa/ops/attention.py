@@ -15,12 +15,14 @@ from hp_dsa.ops.arguments import (
 from hp_dsa.ops.dispatch import implementation
 from hp_dsa.ops.rows import Lengths
 from hp_mesh.checks import fail, require, require_positive
+from hp_mesh.overrides import seen_by_views
 
 __all__ = ["check_rope", "sparse_flash_attention"]
 
 _WHERE = "sparse_flash_attention"
 
 
+@seen_by_views
 def sparse_flash_attention(
     query: Tensor,
     key: Tensor,

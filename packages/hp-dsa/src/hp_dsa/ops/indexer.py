@@ -15,12 +15,14 @@ from hp_dsa.ops.arguments import (
 from hp_dsa.ops.dispatch import implementation
 from hp_dsa.ops.rows import Lengths
 from hp_mesh.checks import require
+from hp_mesh.overrides import seen_by_views
 
 __all__ = ["check_index_inputs", "lightning_indexer"]
 
 _WHERE = "lightning_indexer"
 
 
+@seen_by_views
 def lightning_indexer(
     query: Tensor,
     key: Tensor,

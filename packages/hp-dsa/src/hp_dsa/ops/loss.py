@@ -32,6 +32,7 @@ from hp_dsa.ops.dispatch import Gradients, implementation
 from hp_dsa.ops.indexer import check_index_inputs
 from hp_dsa.ops.rows import Lengths, Rows
 from hp_mesh.checks import require, require_divisible
+from hp_mesh.overrides import seen_by_views
 
 __all__ = [
     "dense_lightning_indexer_grad_kl_loss",
@@ -42,6 +43,7 @@ __all__ = [
 ]
 
 
+@seen_by_views
 def sparse_lightning_indexer_kl_loss(
     query: Tensor,
     key: Tensor,
@@ -92,6 +94,7 @@ def sparse_lightning_indexer_kl_loss(
     return _loss(run, query_index, key_index, weights)
 
 
+@seen_by_views
 def sparse_lightning_indexer_grad_kl_loss(
     query: Tensor,
     key: Tensor,
@@ -123,6 +126,7 @@ def sparse_lightning_indexer_grad_kl_loss(
         return run(query_index, key_index, weights, True)
 
 
+@seen_by_views
 def dense_lightning_indexer_softmax_lse(
     query_index: Tensor,
     key_index: Tensor,
@@ -158,6 +162,7 @@ def dense_lightning_indexer_softmax_lse(
         return implementation(query_index).dense_softmax_lse(query_index, key_index, weights, rows)
 
 
+@seen_by_views
 def dense_lightning_indexer_kl_loss(
     query: Tensor,
     key: Tensor,
@@ -210,6 +215,7 @@ def dense_lightning_indexer_kl_loss(
     return _loss(run, query_index, key_index, weights)
 
 
+@seen_by_views
 def dense_lightning_indexer_grad_kl_loss(
     query: Tensor,
     key: Tensor,

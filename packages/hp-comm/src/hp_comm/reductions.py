@@ -1,0 +1,77 @@
+"""Sums over the ranks, for what each of them computed a share of.
+
+=================  ==================================  ==========================================
+function           result                              backward
+=================  ==================================  ==========================================
+`scatter_seq`      this rank's rows of the sum         one all-gather
+`sum_shares`       the sum, the same on all ranks      nothing: each rank goes on with its share
+=================  ==================================  ==========================================
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hp_comm import _cuts as cuts
+from hp_comm import _torch
+from hp_comm.autograd import run
+from hp_comm.counters import record
+from hp_comm.transfers import ReduceScatter
+
+__all__ = ["scatter_seq", "sum_shares"]
+
+
+def scatter_seq(x: Tensor, group: ProcessGroup, *, seq_dim: int) -> Tensor:
+    """Sum ``x`` over the ranks and return this rank's rows of the sum: what mirrors `gather_seq`.
+
+    Args:
+        x: ``[B, S, H, D]``, this rank's share of a sum.
+        group: The ``P`` ranks.
+        seq_dim: Dim of ``x`` that holds the sequence.
+
+    Returns:
+        ``[B, S/P, H, D]``, summed in the dtype of ``x``.
+    """
+    where = "scatter_seq"
+    size, _ = cuts.group_of(where, group)
+    dim = cuts.one_dim(where, x.shape, "seq_dim", seq_dim)
+    cut = cuts.rows_to_ranks(where, x.shape, dim, None, size)
+    if size == 1:
+        return x
+    return run(ReduceScatter(where, group, (cut,), (tuple(x.shape),)), [x])[0]
+
+
+class _SumShares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        size, total = _torch.group_size(group), x.detach().clone()
+        record("all_reduce", size, 2 * total.numel() * total.element_size() * (size - 1) // size)
+        _torch.sum_over_ranks(total, group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def sum_shares(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum ``x`` over the ranks; each rank's gradient stays the gradient of its own share.
+
+    For a loss that all ranks call ``backward`` on and whose parameter gradients are summed over the
+    ranks afterwards, as FSDP does.
+
+    Args:
+        x: This rank's share, any shape, the same on all ranks.
+        group: The ranks.
+
+    Returns:
+        The sum, in the dtype of ``x``. Backward sends nothing.
+    """
+    size, _ = cuts.group_of("sum_shares", group)
+    if size == 1:
+        return x
+    return cast(Tensor, cast(Any, _SumShares).apply(x, group))

@@ -1,0 +1,213 @@
+"""The boundary of a DSA style: gather, wrap, let the module run, reduce what it returns."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from hp_comm import preflight
+from hp_dsa.arguments import Argument
+from hp_dsa.gather import Gathered, Gatherer
+from hp_dsa.gather_cache import open_gathers
+from hp_dsa.inputs import Inputs, advise, read_inputs
+from hp_dsa.outputs import Returned
+from hp_dsa.plan import DSAPlan
+from hp_dsa.view import DSAView
+from hp_dsa.windowed import LocalCall
+from hp_mesh._torch import from_local
+from hp_mesh.arguments import replace_slots
+from hp_mesh.boundary import Boundary, Entry
+from hp_mesh.checks import fail
+from hp_mesh.mesh import flatten_mesh, require_ascending
+from hp_mesh.placement import compose
+from hp_mesh.window import AttentionWindow
+
+if TYPE_CHECKING:
+    from hp_dsa.style import DSAStyle
+
+__all__ = ["DSABoundary", "DSACall"]
+
+_applied: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""How many boundaries each CP group has: ranks that are in different modules must not be paired."""
+
+
+@dataclass
+class DSACall(Entry):
+    """What one call of the module keeps between its hooks.
+
+    Attributes:
+        view: The view of the call.
+        inputs: The tensors as they came; outputs are laid out as the query was.
+        local: With ``use_local_input``, the calls of the module with local tensors.
+    """
+
+    view: DSAView
+    inputs: Inputs
+    local: LocalCall | None = None
+
+
+class DSABoundary(Boundary[DSACall]):
+    """A DSA style around one module.
+
+    Attributes:
+        style: The configuration.
+        plan: Its plan on this mesh.
+        cp_mesh: The 1-D CP mesh.
+        rank: CP rank.
+        gatherer: How keys are gathered.
+        identity: What tells the ranks that they are in the same call.
+    """
+
+    def __init__(self, style: DSAStyle, plan: DSAPlan, device_mesh: DeviceMesh) -> None:
+        super().__init__(type(style).__name__, device_mesh)
+        self.style = style
+        self.plan = plan
+        self.cp_mesh = flatten_mesh(device_mesh)
+        require_ascending(self.where, self.cp_mesh)
+        self.group = self.cp_mesh.get_group()
+        self.rank = self.cp_mesh.get_local_rank()
+        order = plan.chunk_order() if plan.order == "head_tail" else None
+        self.gatherer = Gatherer(self.group, plan.seq_dim, order)
+        ordinal = _applied[self.group] = _applied.get(self.group, 0) + 1
+        self.identity = {
+            "module": f"number {ordinal} that a DSA style was applied to",
+            "style": f"{style!r}",
+        }
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DSACall:
+        """Select; check; compare with the other ranks; gather; wrap; describe the view."""
+        known = open_gathers() or Gathered()
+        inputs = self._agree(args, kwargs, known)
+        wholes = known.collect(inputs.sources, self.gatherer, inputs.under_way)
+        view = self._view(inputs)
+        if self.style.use_local_input:
+            local = LocalCall(view, inputs, wholes, args, kwargs)
+            return DSACall(*local.call(0), view, inputs, local)
+        args, kwargs = self._hand_over(args, kwargs, inputs, view, wholes)
+        return DSACall(args, kwargs, view, inputs)
+
+    def leave(self, module: nn.Module, entry: DSACall, output: Any) -> Any:
+        """Reduce what is a share of a sum, and lay the outputs out as the query was."""
+        returned = Returned(
+            self.where,
+            entry.view,
+            entry.inputs,
+            self.style.result_kinds,
+            use_local_output=self.style.use_local_output,
+        )
+        outputs = [output]
+        windows = None
+        if entry.local is not None:
+            windows = entry.local.windows
+            for index in range(1, len(windows)):
+                args, kwargs = entry.local.call(index)
+                entry.view.window = entry.local.attention_window(index)
+                outputs.append(module.forward(*args, **kwargs))
+        with entry.view.paused():
+            return returned.finish(outputs, windows)
+
+    def _agree(self, args: tuple[Any, ...], kwargs: dict[str, Any], known: Gathered) -> Inputs:
+        """Return the checked inputs, or raise what any rank found wrong, on all of them."""
+        error: Exception | None = None
+        inputs: Inputs | None = None
+        try:
+            inputs = self._read(args, kwargs)
+            inputs.packs = known.packs(inputs.sources, self.gatherer, inputs.under_way)
+        except (TypeError, ValueError) as problem:
+            error = problem
+        preflight(
+            self.group,
+            self.where,
+            lambda: (
+                {} if inputs is None else {**self.identity, **inputs.signature(self.plan, kwargs)}
+            ),
+            error=error,
+            call_index=self.next_call_index(),
+            way_out=lambda differing: advise(self.plan, differing),
+        )
+        assert inputs is not None, "preflight raises the error it is given"
+        # only now: the ranks have one length, so all of them refuse it with one text
+        self.plan.check_length(inputs.local_length, self.where)
+        if inputs.local_keys != inputs.local_length:
+            self.plan.check_length(inputs.local_keys, self.where)
+        return inputs
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        return read_inputs(
+            args,
+            kwargs,
+            boundary=self.style.arguments,
+            renamed=self.style.kwarg_names,
+            plan=self.plan,
+            cp_mesh=self.cp_mesh,
+            where=self.where,
+        )
+
+    def _view(self, inputs: Inputs) -> DSAView:
+        plan, layout = self.plan, inputs.layouts["query"]
+        mesh, placements = compose(layout, self.cp_mesh, [Shard(plan.seq_dim)], self.where)
+        num_queries, num_keys = (n * plan.cp_size for n in (inputs.local_length, inputs.local_keys))
+        start, end = plan.rows(self.rank, num_queries)[0]
+        num_heads = inputs.locals["query"].size(plan.seq_dim + 1)
+        return DSAView(
+            mesh=mesh,
+            cp_axes=(mesh.ndim - 1,),
+            window=AttentionWindow(start, end - start, num_keys, num_queries),
+            query_placements=placements,
+            heads=(0, num_heads),
+            num_heads=num_heads,
+            is_local=self.style.use_local_input,
+            is_balanced=plan.order == "head_tail",
+            where=self.where,
+            plan=plan,
+            group=self.group,
+            rank=self.rank,
+            local_length=inputs.local_length,
+            num_keys=num_keys,
+        )
+
+    def _hand_over(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: Inputs,
+        view: DSAView,
+        wholes: Mapping[str, Tensor],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the call with DTensors; a key that came twice is handed over as one."""
+        wrapped: dict[int, Tensor] = {}
+        values = []
+        for argument in inputs.arguments:
+            name = argument.name
+            if argument.role == "keys":
+                whole = wholes[name]
+                if id(whole) not in wrapped:
+                    wrapped[id(whole)] = self._wrap(whole, argument, inputs, view)
+                values.append(wrapped[id(whole)])
+            else:
+                values.append(self._wrap(inputs.locals[name], argument, inputs, view))
+        return replace_slots(args, kwargs, list(inputs.slots.values()), values)
+
+    def _wrap(self, local: Tensor, argument: Argument, inputs: Inputs, view: DSAView) -> Tensor:
+        layout, plan = inputs.layouts[argument.name], self.plan
+        cp: Placement = Replicate()
+        if argument.role != "keys":
+            cp = Shard(plan.statistics_dim if argument.role == "statistics" else plan.seq_dim)
+        if layout.foreign_mesh() is None:  # plain: whole on the axes that are not CP
+            mesh, placements = view.mesh, view.placements(cp)
+        else:
+            mesh, placements = compose(layout, self.cp_mesh, [cp], self.where)
+        if mesh != view.mesh:
+            raise fail(
+                self.where,
+                f"{argument.name} on {mesh} must lie on the same axes as query ({view.mesh})",
+                "lay the tensors out alike over the axes that are not CP",
+            )
+        return from_local(local, mesh, placements, view.partial_grads(placements))

@@ -1,0 +1,107 @@
+"""``use_local_input``: the module is handed this rank's rows and the keys that they may see.
+
+For kernels that take plain tensors only. There is no uncut key for the module to find. Under load
+balance the rows are two windows, and the module is called once for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hp_comm import exchange_head_tail
+from hp_dsa.handlers import read_lengths
+from hp_dsa.inputs import Inputs
+from hp_dsa.view import DSAView
+from hp_mesh.arguments import replace_slots
+from hp_mesh.checks import require
+from hp_mesh.documents import KeyWindow
+from hp_mesh.window import AttentionWindow
+
+__all__ = ["LocalCall"]
+
+
+class LocalCall:
+    """The calls of a module with local tensors, one for each window.
+
+    Args:
+        view: The view of the call.
+        inputs: Its tensors.
+        wholes: Its gathered keys.
+        args: The call's arguments.
+        kwargs: Its keyword arguments; lengths among them are those of the whole sequence.
+    """
+
+    def __init__(
+        self,
+        view: DSAView,
+        inputs: Inputs,
+        wholes: Mapping[str, Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._view, self._inputs, self._wholes = view, inputs, wholes
+        self._args, self._kwargs = args, kwargs
+        plan, names = view.plan, inputs.lengths
+        require(
+            plan.layout == "BSND" or len(names) == 2,
+            view.where,
+            'use_local_input with layout "TND" needs the lengths of queries and keys as keywords '
+            f"of the call, which has {sorted(kwargs)}",
+            "pass actual_seq_lengths_query and actual_seq_lengths_key of the whole sequence",
+        )
+        queries, keys = (
+            read_lengths(view.where, side, kwargs.get(names.get(side, "")))
+            for side in ("query", "key")
+        )
+        batch = inputs.locals["query"].size(0)
+        causal = kwargs.get("sparse_mode", 3) == 3
+        self.windows: tuple[KeyWindow, ...] = view.windows(batch, (queries, keys), causal)
+        view.window = self.attention_window(0)
+
+    def attention_window(self, index: int) -> AttentionWindow:
+        """Return what `hp_mesh.attention_window` answers during a call."""
+        window = self.windows[index]
+        return AttentionWindow(
+            window.rows[0], window.num_rows, window.num_keys, self._view.num_queries
+        )
+
+    def call(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of the call for one window."""
+        plan, window, inputs = self._view.plan, self.windows[index], self._inputs
+        cut: dict[int, Tensor] = {}
+        values = []
+        for argument in inputs.arguments:
+            if argument.role == "keys":
+                whole = self._wholes[argument.name]
+                if id(whole) not in cut:
+                    start = window.keys[0]
+                    cut[id(whole)] = whole.narrow(plan.seq_dim, start, window.num_keys).contiguous()
+                values.append(cut[id(whole)])
+                continue
+            dim = plan.statistics_dim if argument.role == "statistics" else plan.seq_dim
+            x = inputs.locals[argument.name]
+            size = x.size(dim) // len(self.windows)
+            part = x.narrow(dim, index * size, size).contiguous()
+            if index and plan.swaps_tails:
+                part = exchange_head_tail(part, self._view.group)
+            values.append(part)
+        args, kwargs = replace_slots(self._args, self._kwargs, list(inputs.slots.values()), values)
+        return args, {**kwargs, **self._lengths(window)}
+
+    def _lengths(self, window: KeyWindow) -> dict[str, Any]:
+        lengths = {"query": window.query_lengths, "key": window.key_lengths}
+        found: dict[str, Any] = {}
+        for side, name in self._inputs.lengths.items():
+            given, here = self._kwargs[name], lengths[side]
+            if here is None:
+                continue
+            found[name] = (
+                torch.tensor(here, dtype=given.dtype, device=given.device)
+                if isinstance(given, Tensor)
+                else list(here)
+            )
+        return found
