@@ -8,6 +8,7 @@ the device agree is for the tests marked `npu`; here the rewriting is held to th
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -128,9 +129,14 @@ def make(layout: str, keys: int = S) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check_every_rank(
-    version: int, layout: str, kwargs: dict[str, Any], *, keys: int = S
+    version: int,
+    layout: str,
+    kwargs: dict[str, Any],
+    *,
+    keys: int = S,
+    sizes: Sequence[int] = (1, 2, 3, 4),
 ) -> list[dict[str, Any]]:
-    """Compare 1 to 4 ranks with the global call; return the last rank's arguments for each."""
+    """Compare ranks with the global call; return the last rank's arguments for each number."""
     q, k, v = make(layout, keys)
     dim = SEQ_DIM[layout]
     whole = emulate_npu_fusion_attention(version, q, k, v, H, layout, **kwargs)
@@ -138,7 +144,7 @@ def check_every_rank(
     leaves = [q, k, v, *(x for x in kwargs.values() if isinstance(x, Tensor) and x.requires_grad)]
     expected = torch.autograd.grad(whole, leaves, upstream)
     last_arguments = []
-    for size in (1, 2, 3, 4):
+    for size in sizes:
         outputs = []
         for rank in range(size):
             start, stop = contiguous_rows(rank, size, S)
@@ -214,11 +220,37 @@ def test_causal_modes_become_bottom_right_on_cut_keys(
         assert seen["sparse_mode"] == (mode if size == 1 else 3)
 
 
-@pytest.mark.parametrize("mode", [2, 3])
-@pytest.mark.parametrize("keys", [10, 17, 31])
-def test_causal_modes_hold_for_other_key_lengths(mode: int, keys: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "keys", "sizes"),
+    [(2, 10, (1, 2, 3, 4)), (2, 31, (2, 4)), (3, 10, (1,)), (3, 17, (1, 2, 3)), (3, 31, (2, 4))],
+)
+def test_causal_modes_hold_for_other_key_lengths(
+    mode: int, keys: int, sizes: Sequence[int]
+) -> None:
     """Top-left and bottom-right differ then, and rows without keys give 0."""
-    check_every_rank(1, "BNSD", {"atten_mask": COMPRESSED, "sparse_mode": mode}, keys=keys)
+    kwargs = {"atten_mask": COMPRESSED, "sparse_mode": mode}
+    check_every_rank(1, "BNSD", kwargs, keys=keys, sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    ("mode", "tokens", "keys", "which"),
+    [
+        (3, {}, 17, "first"),
+        (4, {"next_tockens": -9}, S, "first"),
+        (4, {"pre_tockens": -7, "next_tockens": 9}, S, "last"),
+    ],
+)
+def test_a_rank_that_sees_no_key_is_refused_by_all(
+    mode: int, tokens: dict[str, int], keys: int, which: str
+) -> None:
+    """The tokens that would say so are ones that the kernel's documentation rules out."""
+    q, k, v = make("BNSD", keys)
+    kwargs = {"atten_mask": COMPRESSED, "sparse_mode": mode, **tokens}
+    for rank in range(4):
+        window = AttentionWindow(6 * rank, 6, keys, S)
+        rows = q[:, :, 6 * rank : 6 * rank + 6]
+        with pytest.raises(ValueError, match=rf"6 rows, not hide all {keys} keys from the {which}"):
+            rewrite_fusion_attention(1, rows, k, v, H, "BNSD", window, kwargs)
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])
@@ -246,11 +278,24 @@ def test_an_explicit_mask_is_cut_to_the_rows(mode: int, shape: tuple[int, ...]) 
 
 @pytest.mark.parametrize("version", [1, 2, 3])
 def test_tokens_of_mode_0_are_moved_with_the_top_left_corner(version: int) -> None:
-    """Where a mask is given, the tokens cut a band out of it as well."""
+    """Where a mask is given, the tokens cut a band out of it as well; hidden keys are cut off."""
     names = TOKENS[version]
-    for pre, after in ((5, 0), (4, 3), (NO_LIMIT, 0), (6, NO_LIMIT)):
+    for pre, after in ((5, 0), (4, 3), (NO_LIMIT, 0), (6, NO_LIMIT), (7, -2)):
         kwargs = {"atten_mask": causal_mask(), names[0]: pre, names[1]: after}
-        check_every_rank(version, "BNSD", kwargs)
+        for seen in check_every_rank(version, "BNSD", kwargs)[1:]:
+            assert seen["keys"] == seen["atten_mask"].shape[-1] <= S
+            rows = seen["atten_mask"].shape[-2]
+            assert seen[names[0]] > -rows and seen[names[1]] > -seen["keys"], "documented limits"
+
+
+def test_a_bias_that_is_compressed_to_its_last_rows_is_refused() -> None:
+    """1024 rows of 4096: on four ranks they could be taken for the rank's own."""
+    q, k = torch.randn(1, 1, 1024, 2), torch.randn(1, 1, 4096, 2)
+    pse = torch.zeros(1, 1, 1, 1).expand(1, 1, 1024, 4096)
+    for rank in range(4):
+        window = AttentionWindow(1024 * rank, 1024, 4096, 4096)
+        with pytest.raises(ValueError, match="must not be compressed to its last 1024 rows"):
+            rewrite_fusion_attention(1, q, k, k, 1, "BNSD", window, {"pse": pse})
 
 
 def test_a_position_bias_is_cut_to_rows_and_keys_and_gets_its_gradient() -> None:

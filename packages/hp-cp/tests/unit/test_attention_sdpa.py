@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hp_cp.attention import _npu
 from hp_cp.attention.inputs import prepare
@@ -288,7 +289,7 @@ def fake_npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     module.npu_fusion_attention = npu_fusion_attention  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch_npu", module)
     yield calls
-    _npu.compressed_causal_mask.cache_clear()
+    _npu._masks.clear()
 
 
 def test_the_npu_door_calls_the_kernel_as_documented(fake_npu: list[dict[str, Any]]) -> None:
@@ -301,6 +302,19 @@ def test_the_npu_door_calls_the_kernel_as_documented(fake_npu: list[dict[str, An
     assert fake_npu[0]["head_num"] == 6 and fake_npu[0]["keep_prob"] == 1.0
     assert window.query_end == 19 and _npu.takes(q, v)
     assert not _npu.takes(q, v[..., :4]) and not _npu.takes(q.double(), v)
+
+
+def test_the_kernels_mask_is_made_once_and_fit_for_a_backward() -> None:
+    """Also when the first call is in inference mode, and with a tracer in between."""
+    device = torch.device("cpu")
+    _npu._masks.clear()
+    with torch.inference_mode():
+        mask = _npu.compressed_causal_mask(device)
+    assert not mask.is_inference()
+    with FakeTensorMode():
+        assert _npu.compressed_causal_mask(device) is not mask
+    assert _npu.compressed_causal_mask(device) is mask
+    _npu._masks.clear()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import math
 from typing import cast
@@ -22,9 +21,24 @@ def takes(q: Tensor, v: Tensor) -> bool:
     return q.dtype in _DTYPES and q.shape[-1] == v.shape[-1] <= _LARGEST_HEAD_SIZE
 
 
-@functools.lru_cache(maxsize=8)
+_masks: dict[torch.device, Tensor] = {}
+
+
 def compressed_causal_mask(device: torch.device) -> Tensor:
-    """Return the ``[2048, 2048]`` mask, True above the diagonal, that modes 2, 3 and 4 expect."""
+    """Return the ``[2048, 2048]`` mask, True above the diagonal, that modes 2, 3 and 4 expect.
+
+    Made once per device, 4 MiB. The kernel keeps it for its backward, also when the first to ask
+    for it was a call under ``torch.inference_mode``; what a tracer asks for is its own.
+    """
+    if type(torch.empty(0, device=device)) is not Tensor:
+        return _made(device)
+    if device not in _masks:
+        with torch.inference_mode(False):
+            _masks[device] = _made(device)
+    return _masks[device]
+
+
+def _made(device: torch.device) -> Tensor:
     return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=device).triu_(1)
 
 

@@ -44,6 +44,7 @@ _SEQ_AND_HEAD_DIM: dict[str, tuple[int, int | None]] = {
 }
 _NO_LIMIT = 2**31 - 1
 _CAUSAL_MODES = (2, 3, 4)
+_BIAS_ROWS = 1024
 _EXPLICIT = "pass an explicit atten_mask for the whole sequence with sparse_mode=0"
 
 
@@ -107,7 +108,7 @@ def rewrite_fusion_attention(
         if mask is not None:
             args["sparse_mode"] = 4 if mode == 4 else 3
     else:
-        first, last = 0, _cut_dense(args, names, window, mode, where)
+        first, last = _cut_dense(args, names, window, mode, where)
     if mask is not None and mode in _CAUSAL_MODES:
         args["atten_mask"] = _compressed(mask, q)
     k, v = k.narrow(seq_dim, first, last - first), v.narrow(seq_dim, first, last - first)
@@ -118,30 +119,48 @@ def rewrite_fusion_attention(
 
 def _cut_dense(
     args: dict[str, Any], names: tuple[str, str], window: AttentionWindow, mode: int, where: str
-) -> int:
-    """Rewrite mask, mode and tokens of a batched layout; return how many keys are kept."""
+) -> Range:
+    """Rewrite mask, mode and tokens of a batched layout; return the range of keys that is kept."""
     pre, after = (int(args.get(name, _NO_LIMIT)) for name in names)
-    last = window.key_length
+    first, last = 0, window.key_length
     if args.get("atten_mask") is not None:
         if mode in _CAUSAL_MODES:
             _check_causal_mask(args["atten_mask"], window, where)
             band = _Band.of_mode(mode, window, pre, after)
+            _refuse_hidden_ranks(band, window, mode, where)
             last = band.last_key(window)
             pre, after = band.tokens(window, last)
             args["sparse_mode"] = 3 if (pre, after) == (_NO_LIMIT, 0) else 4
             if args["sparse_mode"] == 4:
                 args.update(zip(names, (pre, after), strict=True))
         else:
-            args["atten_mask"] = cut_mask(
-                args["atten_mask"], window, name="atten_mask", where=where
-            )
-            if mode == 0:  # here tokens count from the top-left corner, which moved down
-                start = window.query_start
-                moved = (_moved(pre, -start), _moved(after, start))
+            mask = cut_mask(args["atten_mask"], window, name="atten_mask", where=where)
+            if mode == 0:
+                first, last = _seen_by_tokens(window, pre, after)
+                # tokens count from the top-left corner, which moved down and to the right
+                down = window.query_start - first
+                moved = (_moved(pre, -down), _moved(after, down))
                 args.update({n: t for n, t in zip(names, moved, strict=True) if n in args})
+            args["atten_mask"] = mask if mask.shape[-1] == 1 else mask[..., first:last]
     if args.get("pse") is not None:
-        args["pse"] = cut_rows(args["pse"], window, "pse", where)[..., :last]
-    return last
+        _refuse_compressed_bias(args["pse"], window, where)
+        args["pse"] = cut_rows(args["pse"], window, "pse", where)[..., first:last]
+    return first, last
+
+
+def _seen_by_tokens(window: AttentionWindow, pre: int, after: int) -> Range:
+    """Return the keys that the tokens of mode 0 show to a row of the window.
+
+    The others have to go: the kernel's documentation wants tokens below zero to be smaller than the
+    number of rows (``pre``) or keys (``after``) that are left.
+    """
+    first, last = 0, window.key_length
+    if pre < _NO_LIMIT:
+        first = max(0, min(window.query_start - pre, last - 1))
+    if after < _NO_LIMIT:
+        hidden = max(0, first - window.query_start - after)
+        last = max(first + hidden + 1, min(last, window.query_end + after))
+    return first, min(last, window.key_length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +183,10 @@ class _Band:
         )
 
     def last_key(self, window: AttentionWindow) -> int:
-        """Return one past the last key that a local row sees, at least 1: no tensor is empty."""
+        """Return one past the last key that a local row sees."""
         if self.high is None:
             return window.key_length
-        return max(1, min(window.key_length, window.query_end + self.high))
+        return min(window.key_length, window.query_end + self.high)
 
     def tokens(self, window: AttentionWindow, last: int) -> tuple[int, int]:
         """Return the tokens that describe the band from the cut matrix's bottom-right corner."""
@@ -176,6 +195,23 @@ class _Band:
             _NO_LIMIT if self.low is None else -(self.low + shift),
             _NO_LIMIT if self.high is None else self.high + shift,
         )
+
+
+def _refuse_hidden_ranks(band: _Band, window: AttentionWindow, mode: int, where: str) -> None:
+    """Refuse a band that hides every key from all rows of a rank: no mode of the kernel says that.
+
+    The first rows are hidden by ``high``, the last by ``low``; all ranks have as many rows.
+    """
+    rows, keys = window.query_length, window.key_length
+    first_see = band.high is None or rows + band.high >= 1
+    last_see = band.low is None or window.global_length - rows + band.low < keys
+    require(
+        first_see and last_see,
+        where,
+        f"sparse_mode ({mode}) must show a key to one of any rank's {rows} rows, not hide all "
+        f"{keys} keys from the {'last' if first_see else 'first'} of them",
+        _EXPLICIT,
+    )
 
 
 def _moved(tokens: int, by: int) -> int:
@@ -219,6 +255,18 @@ def _refuse_what_cannot_be_cut(
     pse_type = int(args.get("pse_type", 1))
     if args.get("pse") is not None and pse_type not in (0, 1):
         raise fail(where, f"pse_type ({pse_type}) must be 0 or 1", "pass pse with all its rows")
+
+
+def _refuse_compressed_bias(pse: Tensor, window: AttentionWindow, where: str) -> None:
+    """Refuse the last rows of an ALiBi bias, which could as well be the rows of this rank."""
+    rows = pse.shape[-2]
+    if rows == _BIAS_ROWS < window.global_length:
+        raise fail(
+            where,
+            f"pse (shape {list(pse.shape)}) must not be compressed to its last {rows} rows, which "
+            "the kernel allows for a whole square matrix only",
+            f"pass pse with all {window.global_length} rows",
+        )
 
 
 def _is_compressed(mask: Tensor) -> bool:

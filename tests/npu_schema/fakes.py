@@ -1,0 +1,69 @@
+"""Tensors on an NPU that is not there, and groups of ranks that are not there either."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # collectives of fake tensors
+import torch_npu
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+__all__ = ["DEVICE", "compressed", "npu", "tensor", "torch_npu", "world"]
+
+DEVICE = "npu:0"
+
+# lengths that we make of numbers are to be read again
+fake_tensor.CONSTANT_NUMEL_LIMIT = 64
+# what a fake tensor raises reaches the test; its log repeats it
+logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+
+
+@contextmanager
+def npu() -> Iterator[None]:
+    """Let tensors of `DEVICE` be made and computed with; real CPU tensors may join them."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> Tensor:
+    """Return an uninitialised tensor on the NPU."""
+    return torch.empty(shape, dtype=dtype, device=DEVICE, requires_grad=grad)
+
+
+def compressed() -> Tensor:
+    """Return the mask that sparse modes 2, 3 and 4 want."""
+    return tensor(2048, 2048, dtype=torch.bool, grad=False)
+
+
+@contextmanager
+def world(rank: int, size: int = 4) -> Iterator[None]:
+    """Be one rank of a world whose other ranks answer with anything of the right shape."""
+    dist.init_process_group("cpu:fake,npu:fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _backward_of_v2(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Any:
+    nothing, sink = query.new_empty(0), named.get("sink")
+    ropes = [nothing if (x := named.get(n)) is None else torch.empty_like(x) for n in _ROPES]
+    gradients = (torch.empty_like(x) for x in (query, key, value))
+    return (*gradients, nothing, *ropes, None if sink is None else torch.empty_like(sink))
+
+
+_ROPES = ("query_rope", "key_rope")
+_library = torch.library.Library("npu", "IMPL", "Meta")
+
+
+def mend_backward_of_v2() -> None:
+    """Give version 2 the shapes of its backward, which the wheel's own rule fails to compute."""
+    _library.impl("npu_fusion_attention_grad_v2", _backward_of_v2, allow_override=True)
