@@ -99,9 +99,7 @@ class Inputs:
         )
 
     def index_lse(self) -> tuple[Tensor, Tensor]:
-        return ops.dense_lightning_indexer_softmax_lse(
-            self.qi, self.ki, self.w, **self._lengths()
-        )
+        return ops.dense_lightning_indexer_softmax_lse(self.qi, self.ki, self.w, **self._lengths())
 
     def dense(self, m: Tensor, z: Tensor, *, grad: bool = False) -> Any:
         operator = (
@@ -232,6 +230,4 @@ def attention_statistics(x: Inputs) -> tuple[Tensor, Tensor]:
     scores = x.scale * scores
     m = scores.amax(-1)
     z = (scores - m[..., None]).exp().sum(-1)
-    return tuple(
-        t.unflatten(1, (x.k.shape[2], group)).transpose(2, 3).contiguous() for t in (m, z)
-    )  # type: ignore[return-value]
+    return tuple(t.unflatten(1, (x.k.shape[2], group)).transpose(2, 3).contiguous() for t in (m, z))  # type: ignore[return-value]

@@ -61,9 +61,7 @@ def test_rows_with_few_visible_keys_end_in_minus_one() -> None:
     ("mode", "Lq", "Lk", "visible"),
     [(3, 2, 5, [4, 5]), (3, 5, 2, [0, 0, 0, 1, 2]), (0, 2, 5, [5, 5])],
 )
-def test_the_last_query_sees_the_last_key(
-    mode: int, Lq: int, Lk: int, visible: list[int]
-) -> None:
+def test_the_last_query_sees_the_last_key(mode: int, Lq: int, Lk: int, visible: list[int]) -> None:
     """Case 4."""
     indices, _ = base(Lq, Lk, mode=mode).indexer(7)
 

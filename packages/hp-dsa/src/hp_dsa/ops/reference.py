@@ -73,8 +73,10 @@ def sparse_flash_attention(
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
     maximum = q.new_zeros(rows.batch, 1, rows.num_queries, q.shape[2])
     total = torch.zeros_like(maximum)
+    nowhere = torch.zeros((), dtype=torch.bool, device=q.device)
     for document in rows.documents:
-        if document.key_length == 0:
+        if document.key_length == 0:  # zeros that depend on the query, so that backward runs
+            document.queries(out)[:] = document.queries(q)[..., :1].where(nowhere, 0.0)
             continue
         tokens, valid = _selected(rows, document, indices, sparse_block_size)  # [Lq, K]
         scores = scale_value * torch.einsum(
