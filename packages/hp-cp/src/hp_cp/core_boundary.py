@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hp_comm import exchange_head_tail, gather_seq, head_to_seq, preflight, seq_to_head
 from hp_cp.inputs import LABELS, Inputs, advise, read_inputs
-from hp_cp.kv_recorder import Recorder, may_forget
 from hp_cp.kv_refetch import GatheredKV
 from hp_cp.output import OutputDims, output_dims
 from hp_cp.plan import Plan
@@ -25,6 +24,7 @@ from hp_mesh.boundary import Boundary, Entry, inner_hooks
 from hp_mesh.checks import fail, require
 from hp_mesh.mesh import flatten_mesh, require_ascending, split_cp_mesh
 from hp_mesh.placement import compose
+from hp_mesh.recorder import Recorder, may_forget
 from hp_mesh.view import View
 
 if TYPE_CHECKING:
@@ -317,7 +317,8 @@ class CPBoundary(Boundary[Call]):
             dense=self.wants_dense,
             overlap=not alone or self.style.head_groups > 1,
         )
-        recorder.watch(source, gathered, read_slots(args, kwargs, inputs.slots)[1:])
+        handed = read_slots(args, kwargs, inputs.slots)[1:]
+        recorder.watch(source, list(zip(gathered, handed, strict=True)))
         if call.recorder is None:
             call.recorder = recorder
             recorder.open()

@@ -15,8 +15,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hp_cp import attention_window
-from hp_cp._autograd import top_saved_tensor_hooks
 from hp_cp.kv_refetch import GatheredKV
+from hp_mesh._autograd import top_saved_tensor_hooks
 from hp_mesh.testing import assert_close, count_collectives, randn, ranks
 
 from ._compare import Case, compare, reference

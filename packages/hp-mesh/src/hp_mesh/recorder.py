@@ -1,4 +1,4 @@
-"""``keep_kv=False`` while the module runs: what is saved of K and V is noted, and not kept.
+"""While a module runs, what it saves of gathered tensors is noted, and not kept.
 
 Torch has one stack of hooks on saved tensors per thread and calls the innermost pair only. A
 `Recorder` puts its pair there for one call of the module, if nobody else's is active, and takes it
@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_cp import _autograd
-from hp_cp.kv_refetch import GatheredKV, Note, Saved
+from hp_mesh import _autograd
 from hp_mesh._torch import in_backward
+from hp_mesh.refetch import Note, Refetch, Saved
 from hp_mesh.view import View
 
 __all__ = ["Recorder", "may_forget"]
 
 
 def may_forget() -> bool:
-    """Whether K and V of the call that begins here can be left to a second gather.
+    """Whether what the call that begins here gathers can be left to a second gather.
 
-    Not without a graph. Not while backward recomputes: it is about to use them. Not under hooks of
-    others on saved tensors (checkpointing frees K and V anyway, offloading moves them): torch calls
-    the innermost pair only, so theirs would be bypassed.
+    Not without a graph. Not while backward recomputes: it is about to use it. Not under hooks of
+    others on saved tensors (checkpointing frees it anyway, offloading moves it): torch calls the
+    innermost pair only, so theirs would be bypassed.
     """
     while (top := _autograd.top_saved_tensor_hooks()) is not None:
         owner = getattr(top[0], "__self__", None)
@@ -49,8 +49,8 @@ class _Launcher:
     After a backward that frees the graph it keeps nothing alive; what saved tensors are left do.
     """
 
-    def __init__(self, gathered: GatheredKV) -> None:
-        self._gathered: GatheredKV | None = gathered
+    def __init__(self, gathered: Refetch) -> None:
+        self._gathered: Refetch | None = gathered
         self._weak = weakref.ref(gathered)
 
     def __call__(self, _: object) -> None:
@@ -71,28 +71,24 @@ class Recorder:
     def __init__(self, view: View) -> None:
         self._view: View | None = view
         self._thread = threading.get_ident()
-        self._parts: list[GatheredKV] = []
+        self._parts: list[Refetch] = []
         self._witnesses: list[tuple[Saved, ...]] = []
 
     def open(self) -> None:
         """Be asked from here on about what is saved."""
         _autograd.push_saved_tensor_hooks(self._pack, _unpack)
 
-    def watch(
-        self, gathered: GatheredKV, tensors: Sequence[Tensor], handed: Sequence[Tensor]
-    ) -> None:
+    def watch(self, gathered: Refetch, witnesses: Sequence[Sequence[Tensor]]) -> None:
         """Take notes of ``gathered``, which the module is handed next.
 
         Args:
             gathered: What is not to be kept.
-            tensors: K and V themselves.
-            handed: The same as the module sees them: a DTensor counts its versions by itself.
+            witnesses: For each of its tensors what shows a change: the tensor itself, and what the
+                module sees of it (a DTensor counts its versions by itself).
         """
         self._parts.append(gathered)
         with _autograd.without_overrides():
-            self._witnesses = [
-                tuple(Saved.of(x) for x in pair) for pair in zip(tensors, handed, strict=True)
-            ]
+            self._witnesses = [tuple(Saved.of(x) for x in one) for one in witnesses]
 
     def is_live(self) -> bool:
         """Whether the call still runs on this thread."""
@@ -128,7 +124,7 @@ class Recorder:
         return note
 
 
-def _launch_at(x: Tensor, gathered: GatheredKV) -> None:
+def _launch_at(x: Tensor, gathered: Refetch) -> None:
     if x.grad_fn is not None:
         x.grad_fn.register_prehook(_Launcher(gathered))
 
