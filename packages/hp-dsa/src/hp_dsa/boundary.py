@@ -17,6 +17,7 @@ from hp_dsa.arguments import Argument
 from hp_dsa.gather import Gathered, Gatherer
 from hp_dsa.gather_cache import open_gathers
 from hp_dsa.inputs import Inputs, advise, read_inputs
+from hp_dsa.key_refetch import GatheredKeys
 from hp_dsa.outputs import Returned
 from hp_dsa.plan import DSAPlan
 from hp_dsa.view import DSAView
@@ -27,6 +28,7 @@ from hp_mesh.boundary import Boundary, Entry
 from hp_mesh.checks import fail
 from hp_mesh.mesh import flatten_mesh, require_ascending
 from hp_mesh.placement import compose
+from hp_mesh.recorder import Recorder, may_forget
 from hp_mesh.window import AttentionWindow
 
 if TYPE_CHECKING:
@@ -46,11 +48,13 @@ class DSACall(Entry):
         view: The view of the call.
         inputs: The tensors as they came; outputs are laid out as the query was.
         local: With ``use_local_input``, the calls of the module with local tensors.
+        recorder: Under ``keep_keys=False``, what keeps gathered keys out of the graph.
     """
 
     view: DSAView
     inputs: Inputs
     local: LocalCall | None = None
+    recorder: Recorder | None = None
 
 
 class DSABoundary(Boundary[DSACall]):
@@ -91,10 +95,41 @@ class DSABoundary(Boundary[DSACall]):
             local = LocalCall(view, inputs, wholes, args, kwargs)
             return DSACall(*local.call(0), view, inputs, local)
         args, kwargs = self._hand_over(args, kwargs, inputs, view, wholes)
-        return DSACall(args, kwargs, view, inputs)
+        call = DSACall(args, kwargs, view, inputs)
+        self._forget(call, known)
+        return call
+
+    def _forget(self, call: DSACall, known: Gathered) -> None:
+        """Under ``keep_keys=False``, keep what was gathered out of the graph that follows."""
+        if self.style.keep_keys or self.plan.cp_size == 1 or not may_forget():
+            return
+        sources = call.inputs.sources
+        packs = known.packs_of(sources.values(), self.gatherer)
+        handed = [
+            call.kwargs[k] if isinstance(k, str) else call.args[k]
+            for k in (call.inputs.slots[name].key for name in sources)
+        ]
+        call.recorder = Recorder(call.view)
+        keys = GatheredKeys(self.where, packs, self.gatherer)
+        call.recorder.watch(keys, [(pack.whole, *handed) for pack in packs])
+        call.recorder.open()
+
+    def abandon(self, entry: DSACall) -> None:
+        """Take the hooks on saved tensors off this thread."""
+        if entry.recorder is not None:
+            entry.recorder.close()
 
     def leave(self, module: nn.Module, entry: DSACall, output: Any) -> Any:
         """Reduce what is a share of a sum, and lay the outputs out as the query was."""
+        try:
+            result = self._leave(module, entry, output)
+            if entry.recorder is not None:
+                entry.recorder.launch_with(result)
+            return result
+        finally:
+            self.abandon(entry)
+
+    def _leave(self, module: nn.Module, entry: DSACall, output: Any) -> Any:
         returned = Returned(
             self.where,
             entry.view,

@@ -14,7 +14,7 @@ passes it elsewhere                    the data with a reduce-scatter of its own
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from hp_mesh._torch import local_shard
 from hp_mesh.handoff import Waitable, same_origin
 from hp_mesh.views import Geometry
 
-__all__ = ["Gathered", "Gatherer", "Source"]
+__all__ = ["Gathered", "Gatherer", "Pack", "Source"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,11 +115,25 @@ class _Adopt(torch.autograd.Function):
 
 
 @dataclass(frozen=True, eq=False)
+class Pack:
+    """What travelled in one gather.
+
+    Attributes:
+        sources: Side by side in the last dim.
+        whole: The result.
+    """
+
+    sources: tuple[Source, ...]
+    whole: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class _Known:
     source: Source
     state: tuple[object, ...]
     gatherer: Gatherer
     whole: Tensor
+    pack: Pack
 
 
 @dataclass(eq=False)
@@ -128,9 +142,19 @@ class Gathered:
 
     known: list[_Known] = field(default_factory=list)
 
-    def add(self, source: Source, gatherer: Gatherer, whole: Tensor) -> None:
+    def add(self, source: Source, gatherer: Gatherer, whole: Tensor, pack: Pack) -> None:
         """Remember the gather of ``source``, which is kept alive meanwhile."""
-        self.known.append(_Known(source, source.state(), gatherer, whole))
+        self.known.append(_Known(source, source.state(), gatherer, whole, pack))
+
+    def packs_of(self, sources: Iterable[Source], gatherer: Gatherer) -> list[Pack]:
+        """Return the gathers that ``sources`` came in, each once."""
+        found: list[Pack] = []
+        for state in [source.state() for source in sources]:
+            known = (k for k in self.known if k.gatherer == gatherer and k.state == state)
+            pack = next(known).pack
+            if not any(pack is one for one in found):
+                found.append(pack)
+        return found
 
     def find(self, source: Source, gatherer: Gatherer) -> Tensor | None:
         """Return the gather of the data of ``source`` for ``source``, or None."""
@@ -149,7 +173,7 @@ class Gathered:
             if one.whole.requires_grad and same_origin(one.source.tensor, source.tensor):
                 return one.whole
         adopted: Tensor = cast(Any, _Adopt).apply(source.local, found[0].whole, gatherer)
-        self.add(source, gatherer, adopted)
+        self.add(source, gatherer, adopted, found[0].pack)
         return adopted
 
     def clear(self) -> None:
@@ -185,10 +209,12 @@ class Gathered:
         for pack, whole in zip(packs, gatherer.gather(shards), strict=True):
             sizes = [late[name].local.size(-1) for name in pack]
             parts = [whole] if len(pack) == 1 else torch.split(whole, sizes, -1)
+            travelled = Pack(tuple(late[name] for name in pack), whole)
             for name, part in zip(pack, parts, strict=True):
-                self.add(late[name], gatherer, part)
+                self.add(late[name], gatherer, part, travelled)
         for name, handle in under_way.items():
-            self.add(sources[name], gatherer, gatherer.natural(handle.wait()))
+            whole = gatherer.natural(handle.wait())
+            self.add(sources[name], gatherer, whole, Pack((sources[name],), whole))
         for name, source in sources.items():
             if name not in wholes:
                 found = self.find(source, gatherer)
