@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_cp.async_boundary import AsyncBoundary, warn_once
+from hp_cp.async_boundary import AsyncBoundary
 from hp_cp.core_boundary import CPBoundary
 from hp_cp.grouped import GroupedBoundary
 from hp_cp.inputs import LABELS
@@ -29,6 +29,7 @@ from hp_cp.plan import Plan
 from hp_cp.style import ContextParallel
 from hp_mesh.boundary import boundary_of
 from hp_mesh.checks import require, require_positive
+from hp_mesh.handoffs import warn_once
 
 __all__ = ["AsyncContextParallel"]
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from hp_cp import AsyncContextParallel, ContextParallel, init_device_mesh
-from hp_cp.async_boundary import _warned
 from hp_mesh.boundary import boundary_of
+from hp_mesh.handoffs import _warned
 from hp_mesh.testing import assert_close, count_collectives, ranks
 from hp_mesh.testing._watch import Watch
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hp_cp import AsyncContextParallel, ContextParallel, Handoff
-from hp_cp.async_boundary import AsyncBoundary, _warned
+from hp_cp.async_boundary import AsyncBoundary
 from hp_mesh.boundary import boundary_of
+from hp_mesh.handoffs import _warned
 from hp_mesh.testing import count_collectives, randn, ranks
 
 from ._compare import Case

@@ -238,7 +238,7 @@ class _Hooked(nn.Module):
 def test_a_hook_on_the_view_itself_falls_back(retain: bool) -> None:
     """It would see nothing: so q goes synchronously, said once; k and v go on ahead."""
     case = Case(P=2)
-    from hp_cp.async_boundary import _warned
+    from hp_mesh.handoffs import _warned
 
     _warned.clear()
 
@@ -291,7 +291,7 @@ def _place_both(case: Case) -> Callable[[Any], Any]:
 def test_one_projection_in_two_layers_is_right_and_stops_sending_twice() -> None:
     """Each call would be launched for both cores; that ends, is said once, and q, v go on."""
     case = Case(P=2)
-    from hp_cp.async_boundary import _warned
+    from hp_mesh.handoffs import _warned
 
     _warned.clear()
 
@@ -400,7 +400,7 @@ def test_backward_through_projections_whose_attention_never_ran() -> None:
 def test_an_output_that_starts_to_require_grad_late_is_not_sent_without_one() -> None:
     """``y.requires_grad_()`` after a frozen projection: launched work would have no gradient."""
     case = Case(P=2, degree=1)
-    from hp_cp.async_boundary import _warned
+    from hp_mesh.handoffs import _warned
 
     _warned.clear()
 

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hp_comm import traffic
 from hp_cp import AsyncContextParallel, init_device_mesh
-from hp_cp.async_boundary import _warned
 from hp_mesh.boundary import boundary_of
+from hp_mesh.handoffs import _warned
 from hp_mesh.testing import count_collectives, randn, ranks
 
 from ._compare import Case
