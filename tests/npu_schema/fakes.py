@@ -14,6 +14,7 @@ import torch_npu
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 __all__ = ["DEVICE", "compressed", "npu", "tensor", "torch_npu", "world"]
@@ -51,6 +52,7 @@ def world(rank: int, size: int = 4) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # it keeps meshes, and a mesh its groups
 
 
 def _backward_of_v2(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -158,8 +159,10 @@ class _Dispatched(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it makes of itself comes by here again
         kwargs = kwargs or {}
-        if func.namespace in ("npu", "c10d"):
+        if func.namespace in ("npu", "c10d", "_c10d_functional"):
             name = func._schema.name.removeprefix("npu::")
             self.recording.dispatched.append(Call(name, bind(func._schema, args, kwargs)))
         return func(*args, **kwargs)
