@@ -13,6 +13,7 @@ from hp_dsa.ops.rows import Document, Rows
 from hp_dsa.ops.tiles import (
     Selection,
     add_score_gradient,
+    head_tile,
     index_scores,
     like_input,
     precise,
@@ -96,7 +97,7 @@ def _search_tile(
     q, w = precise(q), precise(w)
     end = rows.visible(document, first + q.shape[0] - 1)  # no row of the tile sees more
     certain = rows.visible(document, first)  # every row sees these
-    width = max(tile_size(q).elements // max(q.shape[0], 1), 1)
+    width = max(tile_size(q).elements // (q.shape[0] * head_tile(q.shape[1])), 1)
     best = RunningTopK(count)
     for start in range(0, end, width):
         stop = min(start + width, end)

@@ -12,7 +12,9 @@ from hp_dsa.ops.dispatch import Gradients
 from hp_dsa.ops.rows import Document, Rows
 from hp_dsa.ops.tiles import (
     add_score_gradient,
+    dots,
     gathered_rows,
+    head_tile,
     index_scores,
     key_tile,
     like_input,
@@ -129,13 +131,14 @@ def dense_softmax_lse(
     q, k, w = (rows.batched(x) for x in (query_index, key_index, weights))
     maximum = zeros_like(q[..., 0, 0]).unsqueeze(1)  # [B, 1, S1]
     total = torch.zeros_like(maximum)
+    area = tile_size(q).elements // head_tile(q.shape[2])
     for document in rows.documents:
         own_max, own_sum = document.queries(maximum, 2)[0], document.queries(total, 2)[0]
         for first, last in row_tiles(rows, document, tile_size(q).rows):
             q_tile, w_tile = (query_tile(document, x, first, last) for x in (q, w))
             m = torch.full_like(own_max[first:last], -math.inf)
             z = torch.zeros_like(m)
-            for start, stop in _key_tiles(rows, document, first, last, tile_size(q).elements):
+            for start, stop in _key_tiles(rows, document, first, last, area):
                 k_tile = key_tile(document, k, start, stop)[:, 0]
                 scores = index_scores(q_tile, k_tile, w_tile)
                 hidden = _hidden(rows, document, first, last, start, stop, q.device)
@@ -164,7 +167,7 @@ def dense_kl_loss(
     key_rope: Tensor | None,
     gradients: bool,
 ) -> Gradients:
-    """See `reference.dense_kl_loss`. Memory: a tile of scores for each index head.
+    """See `reference.dense_kl_loss`. Memory: a tile of scores for all index heads.
 
     Attention's heads are added one after the other; no tile of all of them is made.
     """
@@ -174,7 +177,7 @@ def dense_kl_loss(
         for x in (query, key, softmax_max, softmax_sum, softmax_max_index, softmax_sum_index)
     )
     q_rope, k_rope = (None if x is None else rows.batched(x) for x in (query_rope, key_rope))
-    area = tile_size(q).elements * 4 // (sums.query.shape[2] + 4)
+    area = tile_size(q).elements // (sums.query.shape[2] + 4)
     for document in rows.documents:
         for first, last in row_tiles(rows, document, tile_size(q).rows):
             index_q = query_tile(document, sums.query, first, last)
@@ -196,9 +199,8 @@ def dense_kl_loss(
                     own_z,
                 )
                 index_k = key_tile(document, sums.key, start, stop)[:, 0]
-                relus: list[Tensor] = []
-                log_q = index_scores(index_q, index_k, index_w, relus if gradients else None)
-                log_q.sub_(precise(log_z)[:, None])
+                relu = dots(index_q, index_k).relu_()
+                log_q = torch.bmm(index_w[:, None], relu).squeeze(1).sub_(precise(log_z)[:, None])
                 if hidden is not None:
                     target.masked_fill_(hidden, 0.0)
                     log_q.masked_fill_(hidden, 0.0)
@@ -209,7 +211,7 @@ def dense_kl_loss(
                         d_scores.masked_fill_(hidden, 0.0)
                     d_q, d_keys, d_w = sums.of_tile(document, first, last)
                     into = d_q, d_keys[start:stop], d_w
-                    _add_dense_gradient(d_scores, relus, index_q, index_k, index_w, into)
+                    _add_dense_gradient(d_scores, relu, index_q, index_k, index_w, into)
     return sums.result()
 
 
@@ -281,7 +283,7 @@ def _divergence(target: Tensor, log_q: Tensor) -> Tensor:
 
 def _add_dense_gradient(
     d_scores: Tensor,
-    relus: list[Tensor],
+    relu: Tensor,
     q: Tensor,
     k: Tensor,
     w: Tensor,
@@ -289,11 +291,11 @@ def _add_dense_gradient(
 ) -> None:
     """Add what the gradient of a tile of index scores, ``[rows, keys]``, makes of its inputs.
 
-    ``relus`` are overwritten; ``into`` holds the gradients of q, of the tile's keys and of w.
+    ``relu`` ``[rows, N1, keys]`` is overwritten; ``into`` holds the gradients of q, of the tile's
+    keys and of w.
     """
     d_q, d_k, d_w = into
-    for head, relu in enumerate(relus):
-        d_w[:, head] += (relu * d_scores).sum(1)
-        d_dots = relu.sign_().mul_(d_scores)  # times w, which is cheaper on the other factor
-        d_q[:, head].addcmul_(d_dots @ k, w[:, head, None])
-        d_k.addmm_(d_dots.T, q[:, head] * w[:, head, None])
+    d_w += torch.bmm(relu, d_scores[..., None]).squeeze(-1)
+    d_dots = relu.sign_().mul_(d_scores[:, None]).flatten(0, 1)  # times w, on the smaller factor
+    d_q.addcmul_((d_dots @ k).view_as(q), w[..., None])
+    d_k.addmm_(d_dots.T, (q * w[..., None]).flatten(0, 1))

@@ -15,7 +15,9 @@ __all__ = [
     "Selection",
     "TileSize",
     "add_score_gradient",
+    "dots",
     "gathered_rows",
+    "head_tile",
     "index_scores",
     "key_tile",
     "like_input",
@@ -38,7 +40,7 @@ class TileSize(NamedTuple):
     rows: int
 
 
-SIZES = {"cpu": TileSize(1 << 19, 128), "cuda": TileSize(1 << 25, 1024)}
+SIZES = {"cpu": TileSize(1 << 20, 64), "cuda": TileSize(1 << 26, 1024)}
 """By device type: what stays in a cache, and what keeps a GPU busy."""
 
 
@@ -149,25 +151,33 @@ def logits(
     return dots.mul_(scale)
 
 
-def index_scores(q: Tensor, k: Tensor, w: Tensor, relus: list[Tensor] | None = None) -> Tensor:
-    """Score a tile of keys, head by head: nothing larger than ``[rows, keys]`` is made.
+def head_tile(num_heads: int) -> int:
+    """Return how many index heads are scored in one product."""
+    return min(num_heads, 8)
+
+
+def index_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+    """Score a tile of keys, a few heads at a time.
 
     Args:
         q: ``[rows, N1, D]``, precise.
         k: ``[keys, D]``, precise.
         w: ``[rows, N1]``, precise.
-        relus: Gets ``relu(q_n k)``, ``[rows, keys]`` for each head, if given.
 
     Returns:
         ``[rows, keys]``.
     """
-    scores = q.new_zeros(q.shape[0], k.shape[0])
-    for head in range(q.shape[1]):
-        relu = (q[:, head] @ k.T).relu_()
-        scores.addcmul_(relu, w[:, head, None])
-        if relus is not None:
-            relus.append(relu)
-    return scores
+    scores = q.new_zeros(q.shape[0], 1, k.shape[0])
+    step = head_tile(q.shape[1])
+    for head in range(0, q.shape[1], step):
+        relu = dots(q[:, head : head + step], k).relu_()
+        scores.baddbmm_(w[:, None, head : head + step], relu)
+    return scores.squeeze(1)
+
+
+def dots(q: Tensor, k: Tensor) -> Tensor:
+    """Return ``q k`` of rows and heads with shared keys ``[keys, D]``: ``[rows, heads, keys]``."""
+    return (q.flatten(0, 1) @ k.T).view(*q.shape[:2], -1)
 
 
 def add_score_gradient(

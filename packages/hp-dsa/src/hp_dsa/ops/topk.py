@@ -35,13 +35,10 @@ class RunningTopK:
 
     def add(self, scores: Tensor, first_column: int) -> None:
         """Take in ``scores`` ``[rows, columns]``, float32 or float64; they may be overwritten."""
-        columns = torch.arange(
-            first_column, first_column + scores.shape[1], device=scores.device
-        ).expand_as(scores)
         if scores.dtype is torch.float64:
-            self._add_sorted(scores, columns)
+            self._add_sorted(scores, first_column)
             return
-        keys = _packed(scores, columns)
+        keys = _packed(scores, first_column)
         if self._best is not None:
             keys = torch.cat([self._best, keys], 1)
         if keys.shape[1] > self.count:
@@ -56,7 +53,9 @@ class RunningTopK:
         keys = self._best.sort(1, descending=True).values
         return _LOW - (keys & _LOW), _score(keys)
 
-    def _add_sorted(self, scores: Tensor, columns: Tensor) -> None:
+    def _add_sorted(self, scores: Tensor, first_column: int) -> None:
+        last_column = first_column + scores.shape[1]
+        columns = torch.arange(first_column, last_column, device=scores.device).expand_as(scores)
         scores = scores + 0.0
         if self._best is not None and self._columns is not None:
             # what was kept comes first: its columns are lower
@@ -67,12 +66,15 @@ class RunningTopK:
         self._columns = columns.gather(1, order[:, : self.count])
 
 
-def _packed(scores: Tensor, columns: Tensor) -> Tensor:
+def _packed(scores: Tensor, first_column: int) -> Tensor:
     scores = scores.add_(0.0)  # -0.0 becomes 0.0
-    scores.masked_fill_(scores.isnan(), math.nan)  # of either sign: the positive one is largest
+    # of either sign, a NaN is to be largest: the positive one is. On a GPU looking costs more
+    if scores.device.type != "cpu" or bool(scores.sum().isnan()):
+        scores.masked_fill_(scores.isnan(), math.nan)
     bits = scores.view(torch.int32)
-    ordered = bits ^ ((bits >> 31) & _LOW)
-    return ordered.long().bitwise_left_shift_(32).bitwise_or_(_LOW - columns)
+    ordered = (bits >> 31).bitwise_and_(_LOW).bitwise_xor_(bits)
+    columns = torch.arange(first_column, first_column + scores.shape[1], device=scores.device)
+    return ordered.long().mul_(1 << 32).add_(_LOW - columns)
 
 
 def _score(keys: Tensor) -> Tensor:
