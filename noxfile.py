@@ -148,6 +148,14 @@ def cuda_compile(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", INTERPRETED, env=env)
 
 
+@nox.session(default=False)
+def npu_schema(session: nox.Session) -> None:
+    """Check every call of torch_npu against its schemas, on fake tensors; no device, no CANN."""
+    # without what it asks for, which is the torch, numpy and PyYAML of the workspace
+    with_workspace(session, "--no-deps", *group("npu-schema"))
+    session.run("python", "tests/npu_schema/run.py", *session.posargs)
+
+
 def _npu_here() -> bool:
     return bool(list(Path("/dev").glob("davinci[0-9]*"))) or shutil.which("npu-smi") is not None
 
