@@ -10,7 +10,10 @@ import hp_comm
 BLOCKED = "import sys; sys.modules['torch'] = sys.modules['triton'] = None; "
 
 
-@pytest.mark.parametrize("module", ["hp_comm", "hp_comm.kernels", "hp_comm.kernels.config"])
+@pytest.mark.parametrize(
+    "module",
+    ["hp_comm", "hp_comm.kernels", "hp_comm.kernels.config", "hp_comm.kernels.catalog"],
+)
 def test_what_needs_no_torch_imports_without_it(module: str) -> None:
     """The tuner and its command line read launch configs on machines without torch."""
     subprocess.run([sys.executable, "-W", "error", "-c", BLOCKED + f"import {module}"], check=True)

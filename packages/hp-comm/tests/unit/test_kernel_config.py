@@ -1,43 +1,57 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hp_comm.kernels.config import Entry, KernelConfig, choose, path_of, read, validate, write
+from hp_comm.kernels import config
+from hp_comm.kernels.config import (
+    DEFAULTS,
+    Entry,
+    KernelConfig,
+    choose,
+    default_launch,
+    kernel_hash,
+    launch_of,
+    path_of,
+    read,
+    validate,
+    write,
+)
 
 GOOD: dict[str, Any] = {
     "format": 1,
     "kernel": "pack",
-    "device": "ascend910b",
+    "device": "ascend910b3",
     "found_by": "a test",
     "entries": [
-        {"when": {"D": [64, 128], "H": [8, None]}, "launch": {"BLOCK": 64, "num_warps": 4}},
-        {"when": {}, "launch": {"BLOCK": 32}},
+        {"when": {"D": [64, 128], "H": [8, None]}, "launch": {"tile": 64, "num_warps": 4}},
+        {"when": {}, "launch": {"tile": 32}},
     ],
 }
 
 
 def test_a_config_survives_the_way_through_a_file(tmp_path: Path) -> None:
     """What is written is what is read; nothing else is left in the folder."""
-    config = KernelConfig(
+    tuned = KernelConfig(
         "pack",
         "cuda-sm90",
-        (Entry({"D": (64, None)}, {"BLOCK": 64}), Entry({}, {"BLOCK": 16})),
+        (Entry({"D": (64, None)}, {"tile": 64}), Entry({}, {"tile": 16})),
         "hp-tune",
     )
     path = path_of("pack", "cuda-sm90", tmp_path / "configs")
-    write(config, path)
-    write(config, path)
+    write(tuned, path)
+    write(tuned, path)
 
-    assert read(path) == config
+    assert read(path) == tuned
     assert [p.name for p in path.parent.iterdir()] == ["pack.cuda-sm90.json"]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "block"),
+    ("sizes", "tile"),
     [
         ({"D": 64, "H": 8}, 64),
         ({"D": 128, "H": 99}, 64),
@@ -47,9 +61,9 @@ def test_a_config_survives_the_way_through_a_file(tmp_path: Path) -> None:
         ({}, 32),
     ],
 )
-def test_the_first_entry_whose_bounds_hold_is_chosen(sizes: dict[str, int], block: int) -> None:
+def test_the_first_entry_whose_bounds_hold_is_chosen(sizes: dict[str, int], tile: int) -> None:
     """Both ends count, null is no bound, a size that is not given holds none."""
-    assert choose(validate(GOOD, "here"), sizes)["BLOCK"] == block
+    assert choose(validate(GOOD, "here"), sizes)["tile"] == tile
 
 
 @pytest.mark.parametrize(
@@ -60,16 +74,30 @@ def test_the_first_entry_whose_bounds_hold_is_chosen(sizes: dict[str, int], bloc
         ({"device": None}, r"device \(None\) must be a name"),
         ({"blocks": 3}, r"fields \(blocks\) must be among"),
         ({"entries": []}, "entries must be a list with an entry"),
-        ({"entries": [{"when": {"D": [1, 2]}, "launch": {"B": 1}}]}, "last entry must serve every"),
         (
-            {"entries": [{"when": {"D": [3, 2]}, "launch": {"B": 1}}]},
+            {"entries": [{"when": {"D": [1, 2]}, "launch": {"tile": 1}}]},
+            "last entry must serve every",
+        ),
+        (
+            {"entries": [{"when": {"D": [3, 2]}, "launch": {"tile": 1}}]},
             r"\[3, 2\]\) must not be empty",
         ),
-        ({"entries": [{"when": {"D": 3}, "launch": {"B": 1}}]}, r"must be \[low, high\]"),
+        ({"entries": [{"when": {"D": 3}, "launch": {"tile": 1}}]}, r"must be \[low, high\]"),
         ({"entries": [{"when": {}, "launch": {}}]}, "must not be empty"),
-        ({"entries": [{"when": {}, "launch": {"B": 0}}]}, r"launch B \(0\) must be at least 1"),
-        ({"entries": [{"when": {}, "launch": {"B": True}}]}, r"launch B \(True\) must be"),
-        ({"entries": [{"launch": {"B": 1}}]}, "must be an object with when and launch"),
+        (
+            {"entries": [{"when": {}, "launch": {"tile": 0}}]},
+            r"launch tile \(0\) must be at least 1",
+        ),
+        ({"entries": [{"when": {}, "launch": {"tile": True}}]}, r"launch tile \(True\) must be"),
+        (
+            {"entries": [{"when": {}, "launch": {"tile": 48}}]},
+            r"tile \(48\) must be a power of two",
+        ),
+        ({"entries": [{"when": {}, "launch": {"num_warps": 4}}]}, r"tile \(None\) must be a power"),
+        ({"entries": [{"when": {}, "launch": {"BLOCK": 4}}]}, "launch BLOCK must be one of"),
+        ({"kernel": "pakc"}, r"kernel \('pakc'\) must be one of"),
+        ({"kernel_hash": 3}, r"kernel_hash \(3\) must be text"),
+        ({"entries": [{"launch": {"tile": 1}}]}, "must be an object with when and launch"),
     ],
 )
 def test_a_bad_config_is_refused_with_its_field(change: dict[str, Any], words: str) -> None:
@@ -86,3 +114,50 @@ def test_a_file_that_is_no_json_is_refused_with_its_path(tmp_path: Path) -> None
     path.write_text(json.dumps(GOOD)[:-5])
     with pytest.raises(ValueError, match=r"pack\.x\.json: the file must be readable JSON"):
         read(path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of launch configs of its own, read afresh."""
+    monkeypatch.setattr(config, "path_of", lambda k, d: path_of(k, d, tmp_path))
+    config._tuned.cache_clear()
+    yield tmp_path
+    config._tuned.cache_clear()
+
+
+def test_a_device_without_a_file_has_defaults_and_one_log_line(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The miss names the file that was looked for, once, however often it is asked."""
+    with caplog.at_level("INFO", "hp_comm.kernels"):
+        for _ in range(3):
+            launch = launch_of("pack", "ascend910b3", {"rows": 3})
+
+    assert launch == default_launch("ascend910b3") == DEFAULTS["ascend"]
+    assert [r.message for r in caplog.records] == [
+        "ascend910b3: no launch config (pack.ascend910b3.json); default blocks are used"
+    ]
+
+
+def test_a_file_tuned_for_these_kernels_is_used_and_a_stale_one_is_not(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A hash of other kernels means the defaults, and one line that says how to tune again."""
+    good = {**GOOD, "kernel_hash": kernel_hash()}
+    path = folder / "pack.ascend910b3.json"
+    path.write_text(json.dumps(good))
+    assert launch_of("pack", "ascend910b3", {"D": 64, "H": 8})["tile"] == 64
+
+    config._tuned.cache_clear()
+    path.write_text(json.dumps({**good, "kernel_hash": "old"}))
+    for _ in range(2):
+        assert launch_of("pack", "ascend910b3", {"D": 64, "H": 8}) == DEFAULTS["ascend"]
+    (line,) = [r.message for r in caplog.records]
+    assert "tuned for another version of the kernels (old" in line and "hp-tune kernels" in line
+
+
+def test_a_file_for_another_device_is_refused(folder: Path) -> None:
+    """A copied file is found out by its content."""
+    (folder / "pack.cuda-sm90.json").write_text(json.dumps(GOOD))
+    with pytest.raises(ValueError, match=r"pack on ascend910b3\) must be for pack on cuda-sm90"):
+        launch_of("pack", "cuda-sm90", {})

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -187,14 +189,26 @@ def test_triton_that_is_not_installed_is_one_clear_import_error(
         pack([torch.zeros(2, 2)], [1], [1, 1], [])
 
 
-def test_triton_without_kernels_in_this_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where triton is there but the package has no kernels for it, no extra would help."""
+def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels do not run on a CPU tensor by themselves; the way out is named."""
     monkeypatch.setenv("HP_KERNELS", "triton")
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name: object() if name == "triton" else None
-    )
-    with pytest.raises(ImportError, match="carries only the reference; use HP_KERNELS=reference"):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.raises(ValueError, match="set TRITON_INTERPRET=1, or use HP_KERNELS=reference"):
         implementation(torch.empty(0))
+
+
+def test_another_device_takes_triton_and_says_so_where_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No silent fallback on a GPU or an NPU: the extra of that device, or the reference by name."""
+    monkeypatch.delenv("HP_KERNELS", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    fake = SimpleNamespace(device=SimpleNamespace(type="npu"))
+    with pytest.raises(ImportError, match=r"on npu .* install hp-comm\[npu\], or use HP_KERNELS"):
+        implementation(cast(Tensor, fake))
+    monkeypatch.setenv("HP_KERNELS", "reference")
+    assert implementation(cast(Tensor, fake)) is reference
 
 
 @pytest.mark.parametrize("grad", [True, False])

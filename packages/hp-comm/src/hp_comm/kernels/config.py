@@ -6,33 +6,67 @@ device, ``<kernel>.<device>.json`` beside the kernels::
     {
       "format": 1,
       "kernel": "pack",
-      "device": "ascend910b",
-      "found_by": "hp-tune kernels, 2026-11-29",
+      "device": "ascend910b3",
+      "kernel_hash": "5b1c...",
+      "found_by": "hp-tune kernels, 2026-11-30",
       "entries": [
-        {"when": {"D": [64, 128], "H": [8, null]}, "launch": {"BLOCK": 64, "num_warps": 4}},
-        {"when": {}, "launch": {"BLOCK": 32, "num_warps": 4}}
+        {"when": {"inner": [1024, null]}, "launch": {"tile": 16384, "programs": 40}},
+        {"when": {}, "launch": {"tile": 8192, "programs": 40}}
       ]
     }
 
 ``when`` bounds sizes by name, both ends included, null for none. The first entry whose bounds hold
-is used, so the last one has none and serves every shape.
+is used, so the last one has none and serves every shape. The sizes of a launch are those of its
+largest tensor: ``rows`` of a piece, ``inner`` elements of a row, ``element_size`` in bytes.
+
+``launch`` says how large a tile is (elements, a power of two), how many ``programs`` walk over the
+tiles (left out: one per tile), and what the compiler takes: ``num_warps`` and ``num_stages`` on
+CUDA, ``multibuffer`` on Ascend.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hp_mesh.checks import fail, require
 
-__all__ = ["FORMAT", "Entry", "KernelConfig", "choose", "path_of", "read", "validate", "write"]
+__all__ = [
+    "DEFAULTS",
+    "FORMAT",
+    "Entry",
+    "KernelConfig",
+    "choose",
+    "default_launch",
+    "kernel_hash",
+    "launch_of",
+    "path_of",
+    "read",
+    "validate",
+    "write",
+]
 
 FORMAT = 1
 FOLDER = Path(__file__).parent / "configs"
+KERNELS = ("merge", "merge_backward", "pack", "pack_rotary", "unpack", "unpack_rotary")
+LAUNCH = ("multibuffer", "num_stages", "num_warps", "programs", "tile")
+
+DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "cuda": {"tile": 4096, "num_warps": 4},
+    # one program per vector core of the smallest 910B; see `hp_comm.kernels.limits` for the tile
+    "ascend": {"tile": 4096, "programs": 40, "multibuffer": 1},
+    "cpu": {"tile": 65536},  # the interpreter: few, large tiles
+}
+"""Launch parameters of a device for which no file was found, by what its name begins with."""
+
+log = logging.getLogger("hp_comm.kernels")
 
 Bounds = tuple[int | None, int | None]
 
@@ -62,6 +96,14 @@ class KernelConfig:
     device: str
     entries: tuple[Entry, ...]
     found_by: str = field(default="", compare=False)
+    kernel_hash: str = ""
+
+
+@cache
+def kernel_hash() -> str:
+    """Return the digest of the kernels' source: what was tuned for another may be slow now."""
+    source = Path(__file__).with_name("_triton.py").read_bytes()
+    return hashlib.sha256(source).hexdigest()[:16]
 
 
 def path_of(kernel: str, device: str, folder: Path = FOLDER) -> Path:
@@ -75,6 +117,47 @@ def choose(config: KernelConfig, sizes: Mapping[str, int]) -> dict[str, int]:
         if entry.serves(sizes):
             return dict(entry.launch)
     raise AssertionError(f"{config.kernel}.{config.device}: validated without a last entry for all")
+
+
+def default_launch(device: str) -> dict[str, int]:
+    """Return the launch parameters of a device that was not tuned."""
+    for prefix, launch in DEFAULTS.items():
+        if device.startswith(prefix):
+            return dict(launch)
+    return dict(DEFAULTS["cuda"])
+
+
+@cache
+def _tuned(kernel: str, device: str) -> KernelConfig | None:
+    """Return the file of a kernel and device; one line says why there is none, once."""
+    path = path_of(kernel, device)
+    if not path.is_file():
+        if device != "cpu":
+            log.info("%s: no launch config (%s); default blocks are used", device, path.name)
+        return None
+    config = read(path)
+    if (config.kernel, config.device) != (kernel, device):
+        raise fail(
+            str(path),
+            f"the file ({config.kernel} on {config.device}) must be for {kernel} on {device}",
+            "name it after its kernel and device",
+        )
+    if config.kernel_hash != kernel_hash():
+        log.warning(
+            "%s: tuned for another version of the kernels (%s, not %s); default blocks are used, "
+            "tune again with hp-tune kernels",
+            path.name,
+            config.kernel_hash or "unknown",
+            kernel_hash(),
+        )
+        return None
+    return config
+
+
+def launch_of(kernel: str, device: str, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the launch parameters of a kernel on a device for these sizes."""
+    config = _tuned(kernel, device)
+    return default_launch(device) if config is None else choose(config, sizes)
 
 
 def read(path: Path) -> KernelConfig:
@@ -92,6 +175,7 @@ def write(config: KernelConfig, path: Path) -> None:
         "format": FORMAT,
         "kernel": config.kernel,
         "device": config.device,
+        "kernel_hash": config.kernel_hash,
         "found_by": config.found_by,
         "entries": [
             {"when": {n: list(b) for n, b in e.when.items()}, "launch": dict(e.launch)}
@@ -108,7 +192,7 @@ def write(config: KernelConfig, path: Path) -> None:
 def validate(content: Any, where: str) -> KernelConfig:
     """Return the config that ``content`` (parsed JSON) describes, or say what is wrong with it."""
     require(isinstance(content, dict), where, "the file must hold one object")
-    known = {"format", "kernel", "device", "found_by", "entries"}
+    known = {"format", "kernel", "device", "kernel_hash", "found_by", "entries"}
     unknown = sorted(set(content) - known)
     require(not unknown, where, f"fields ({', '.join(unknown)}) must be among {sorted(known)}")
     require(
@@ -120,13 +204,19 @@ def validate(content: Any, where: str) -> KernelConfig:
     for name in ("kernel", "device"):
         value = content.get(name)
         require(isinstance(value, str) and bool(value), where, f"{name} ({value!r}) must be a name")
-    found_by = content.get("found_by", "")
-    require(isinstance(found_by, str), where, f"found_by ({found_by!r}) must be text")
+    require(
+        content["kernel"] in KERNELS,
+        where,
+        f"kernel ({content['kernel']!r}) must be one of {', '.join(KERNELS)}",
+    )
+    notes = {name: content.get(name, "") for name in ("found_by", "kernel_hash")}
+    for name, value in notes.items():
+        require(isinstance(value, str), where, f"{name} ({value!r}) must be text")
     rows = content.get("entries")
     require(isinstance(rows, list) and bool(rows), where, "entries must be a list with an entry")
     entries = tuple(_entry(row, f"{where}: entries[{i}]") for i, row in enumerate(rows))
     require(not entries[-1].when, where, "the last entry must serve every shape (an empty when)")
-    return KernelConfig(content["kernel"], content["device"], entries, found_by)
+    return KernelConfig(content["kernel"], content["device"], entries, **notes)
 
 
 def _entry(row: Any, where: str) -> Entry:
@@ -138,9 +228,16 @@ def _entry(row: Any, where: str) -> Entry:
         isinstance(launch, dict) and bool(launch), where, f"launch ({launch!r}) must not be empty"
     )
     for name, value in launch.items():
+        require(name in LAUNCH, where, f"launch {name} must be one of {', '.join(LAUNCH)}")
         require(
             _is_int(value) and value > 0, where, f"launch {name} ({value!r}) must be at least 1"
         )
+    tile = launch.get("tile")
+    require(
+        tile is not None and tile & (tile - 1) == 0,
+        where,
+        f"launch tile ({tile!r}) must be a power of two",
+    )
     return Entry({name: _bounds(b, f"{where}: {name}") for name, b in row["when"].items()}, launch)
 
 

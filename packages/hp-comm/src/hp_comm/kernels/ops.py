@@ -6,15 +6,16 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from hp_comm.kernels import reference
+from hp_comm.kernels.layout import packed_size
 from hp_mesh.checks import fail
 
-__all__ = ["Kernels", "implementation", "pack", "unpack"]
+__all__ = ["Kernels", "chosen", "implementation", "pack", "unpack"]
 
 KNOWN = ("reference", "triton")
 
@@ -44,31 +45,38 @@ class Kernels(Protocol):
         """See `reference.unpack`."""
 
 
-def implementation(x: Tensor) -> Kernels:
-    """Return the kernels that run on ``x``'s device: ``HP_KERNELS``, or the reference."""
-    asked = os.environ.get("HP_KERNELS") or "reference"
+def chosen(x: Tensor) -> str:
+    """Return which kernels serve ``x``'s device: ``HP_KERNELS``, or triton except on a CPU."""
+    asked = os.environ.get("HP_KERNELS") or ("reference" if x.device.type == "cpu" else "triton")
     if asked not in KNOWN:
         raise fail("hp_comm.kernels", f"HP_KERNELS ({asked!r}) must be one of {', '.join(KNOWN)}")
-    if asked == "reference":
-        return cast(Kernels, reference)
-    return _triton(x.device.type)
+    if asked == "triton":
+        _require_triton(x.device.type)
+    return asked
 
 
-def _triton(device_type: str) -> Kernels:
+def implementation(x: Tensor) -> Kernels:
+    """Return the kernels that move data on ``x``'s device; see `chosen`."""
+    name = {"reference": "reference", "triton": "launch"}[chosen(x)]
+    return cast(Kernels, importlib.import_module(f"hp_comm.kernels.{name}"))
+
+
+@cache
+def _require_triton(device_type: str) -> None:
     extra = "hp-comm[npu]" if device_type == "npu" else "hp-comm[cuda]"
     if importlib.util.find_spec("triton") is None:
         raise ImportError(
-            "hp_comm.kernels: HP_KERNELS (triton) must name installed kernels, but triton cannot "
-            f"be imported; install {extra}"
+            f"hp_comm.kernels: a tensor on {device_type} must have Triton kernels, but triton "
+            f"cannot be imported; install {extra}"
             + ("" if device_type != "cpu" else " (hp-comm[npu] on Ascend)")
             + ", or use HP_KERNELS=reference"
         )
-    if importlib.util.find_spec("hp_comm.kernels._triton") is None:
-        raise ImportError(
-            "hp_comm.kernels: HP_KERNELS (triton) must name kernels of this version, which carries "
-            "only the reference; use HP_KERNELS=reference"
+    if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise fail(
+            "hp_comm.kernels",
+            "HP_KERNELS (triton) must be interpreted on a CPU, which is for tests only",
+            "set TRITON_INTERPRET=1, or use HP_KERNELS=reference",
         )
-    return cast(Kernels, importlib.import_module("hp_comm.kernels._triton"))
 
 
 def _nest(shapes: list[int], ndims: list[int]) -> list[list[int]]:
@@ -104,7 +112,7 @@ def _unpack(
 def _(
     xs: list[Tensor], dims: list[int], counts: list[int], index: list[int], joined: list[int]
 ) -> Tensor:
-    return xs[0].new_empty(reference.packed_size([list(x.shape) for x in xs], dims, counts))
+    return xs[0].new_empty(packed_size([list(x.shape) for x in xs], dims, counts))
 
 
 @_unpack.register_fake
