@@ -155,12 +155,12 @@ class Launched:
         now = self.part_like(x)
         return bool(((now == self.copy) | (now.ne(now) & self.copy.ne(self.copy))).all())
 
-    def matches(self, x: Tensor) -> bool:
+    def matches(self, x: Tensor, *, detached: bool = False) -> bool:
         """Whether ``x`` is exactly the view that is being exchanged, unchanged since."""
         return (
             self.view is not None
             and self.view.is_same(Geometry.of(_local(x)))
-            and is_pure_view(x, self)
+            and is_pure_view(x, self, detached=detached)
         )
 
     def drop(self) -> None:
@@ -178,16 +178,17 @@ class Launched:
                 self.drop()
 
 
-def is_pure_view(x: Tensor, source: Launched) -> bool:
+def is_pure_view(x: Tensor, source: Launched, *, detached: bool = False) -> bool:
     """Whether nothing but views lies between ``source`` and ``x``, in data and in the graph.
 
     The gradient of launched work goes from the core to ``source`` past ``x``: hooks on ``x``
-    would not run, so ``x`` must have none.
+    would not run, so ``x`` must have none. With ``detached`` an ``x`` that is cut from the graph
+    counts as well; what was launched must then be detached too.
     """
     local = _local(x)
     if _version(local) != source.version or local.dtype != source.local.dtype:
         return False
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or (detached and not x.requires_grad):
         return True
     if x.requires_grad != source.requires_grad:
         return False
@@ -271,10 +272,11 @@ class Lane:
         """Whether something was launched lately that has not arrived."""
         return any(not item.reached for item in list(self.sent)[-IN_FLIGHT:])
 
-    def find(self, x: Tensor) -> Launched | None:
+    def find(self, x: Tensor, *, detached: bool = False) -> Launched | None:
         """Return the output that ``x`` lives in; of several in one buffer, the one it matches."""
         found = [item for item in self.items if not item.reached and item.is_source_of(x)]
-        return next((item for item in found if item.matches(x)), found[-1] if found else None)
+        matching = (item for item in found if item.matches(x, detached=detached))
+        return next(matching, found[-1] if found else None)
 
     def drop_all(self) -> None:
         """Finish everything."""

@@ -135,6 +135,8 @@ class TakesHandoffs(ABC):
 
     where: str
     advice: str
+    takes_detached = False
+    """Whether an argument may be detached on its way; the boundary then detaches the result."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -223,7 +225,7 @@ class TakesHandoffs(ABC):
         if handoff.disarmed:
             return None
         lane, learned = handoff.lane, handoff.learned
-        source = lane.find(x)
+        source = lane.find(x, detached=self.takes_detached)
         if source is None:
             # recomputed without its module: what is under way belongs to another call
             if not in_backward() and (lane.expects() or (learned is None and lane.items)):
@@ -232,7 +234,8 @@ class TakesHandoffs(ABC):
                 self._miss(handoff)
             return None
         known = learned is not None and learned.context == context
-        if known and source.handle is not None and source.matches(x):
+        matches = source.matches(x, detached=self.takes_detached)
+        if known and source.handle is not None and matches:
             source.reached = True
             return source.handle
         self._learn(handoff, lane, source, x, context)
@@ -260,7 +263,7 @@ class TakesHandoffs(ABC):
         """Learn how the argument is a view of the output; if it is none, give up."""
         local = local_shard(x) if isinstance(x, DTensor) else x
         recipe = learn_view(source.part_like(x), local)
-        pure = source.is_unchanged(x) and is_pure_view(x, source)
+        pure = is_pure_view(x, source, detached=self.takes_detached) and source.is_unchanged(x)
         lane.items.remove(source)
         source.drop()
         if recipe is None or not pure:
