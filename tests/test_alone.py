@@ -14,9 +14,11 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parent.parent
 PACKAGES = ["hp-mesh", "hp-comm", "hp-cp", "hp-dsa", "hp-tune"]
 TORCH_FREE = [
+    "hp_mesh.documents",
     "hp_mesh.window",
     "hp_mesh.checks",
     "hp_cp.plan",
+    "hp_dsa.plan",
     "hp_comm.kernels.config",
     "hp_tune",
 ]

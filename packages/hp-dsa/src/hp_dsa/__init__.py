@@ -1,7 +1,7 @@
-"""Context parallelism for DeepSeek Sparse Attention: the place where its styles will live.
+"""Context parallelism for DeepSeek Sparse Attention.
 
-This version has no style yet. It re-exports what a script sets its mesh up with, so that code
-written against it keeps its imports when the styles arrive; asking for a style says so.
+The operators are in `hp_dsa.ops`. Names are resolved when they are first used: ``import hp_dsa``
+and ``hp_dsa.plan`` need no torch.
 """
 
 from __future__ import annotations
@@ -11,36 +11,57 @@ from typing import TYPE_CHECKING
 from hp_mesh.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from hp_mesh import flatten_mesh, init_device_mesh, parallelize_module
-
-__all__ = ["flatten_mesh", "init_device_mesh", "parallelize_module"]
-
-# the styles that users of the guide will look for here
-_LATER = frozenset(
-    prefix + name
-    for prefix in ("", "Async")
-    for name in (
-        "DSAIndexerContextParallel",
-        "DSAIndexerLossContextParallel",
-        "DSASparseAttentionContextParallel",
+    from hp_dsa.async_style import (
+        AsyncDSAIndexerContextParallel,
+        AsyncDSAIndexerLossContextParallel,
+        AsyncDSASparseAttentionContextParallel,
     )
-)
+    from hp_dsa.gather_cache import DSAGatherCache
+    from hp_dsa.loss import normalize_loss
+    from hp_dsa.plan import DSAPlan, make_plan
+    from hp_dsa.style import (
+        DSAIndexerContextParallel,
+        DSAIndexerLossContextParallel,
+        DSASparseAttentionContextParallel,
+    )
+    from hp_mesh import attention_window, flatten_mesh, init_device_mesh, parallelize_module
+    from hp_mesh.handoff import Handoff
 
+__all__ = [
+    "AsyncDSAIndexerContextParallel",
+    "AsyncDSAIndexerLossContextParallel",
+    "AsyncDSASparseAttentionContextParallel",
+    "DSAGatherCache",
+    "DSAIndexerContextParallel",
+    "DSAIndexerLossContextParallel",
+    "DSAPlan",
+    "DSASparseAttentionContextParallel",
+    "Handoff",
+    "attention_window",
+    "flatten_mesh",
+    "init_device_mesh",
+    "make_plan",
+    "normalize_loss",
+    "parallelize_module",
+]
 
-_resolve, __dir__ = lazy_names(
+__getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "AsyncDSAIndexerContextParallel": "hp_dsa.async_style",
+        "AsyncDSAIndexerLossContextParallel": "hp_dsa.async_style",
+        "AsyncDSASparseAttentionContextParallel": "hp_dsa.async_style",
+        "DSAGatherCache": "hp_dsa.gather_cache",
+        "DSAIndexerContextParallel": "hp_dsa.style",
+        "DSAIndexerLossContextParallel": "hp_dsa.style",
+        "DSAPlan": "hp_dsa.plan",
+        "DSASparseAttentionContextParallel": "hp_dsa.style",
+        "Handoff": "hp_mesh.handoff",
+        "attention_window": "hp_mesh.view",
         "flatten_mesh": "hp_mesh.mesh",
         "init_device_mesh": "hp_mesh.mesh",
+        "make_plan": "hp_dsa.plan",
+        "normalize_loss": "hp_dsa.loss",
         "parallelize_module": "hp_mesh.parallelize",
     },
 )
-
-
-def __getattr__(name: str) -> object:
-    if name in _LATER:
-        raise AttributeError(
-            f"hp_dsa: {name} is not in this version; "
-            "for ordinary attention use hp_cp.ContextParallel"
-        )
-    return _resolve(name)
