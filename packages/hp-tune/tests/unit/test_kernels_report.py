@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-
 import pytest
 
+from hp_comm.kernels.catalog import Variant
 from hp_tune.kernels import report
 from hp_tune.kernels.ascend import Lowering
 from hp_tune.kernels.cuda import Build, widest_access
@@ -15,18 +13,10 @@ from hp_tune.kernels.report import AscendRow, CudaRow
 LIMIT = 196608
 
 
-@dataclass(frozen=True)
-class One:
-    """A variant of the catalogue."""
-
-    kernel: str = "pack"
-    case: str = "32 x 128"
-    dtype: str = "bf16"
-    signature: Mapping[str, str] = field(default_factory=dict)
-    constants: Mapping[str, int | bool | float] = field(default_factory=dict)
-    launch: Mapping[str, int] = field(default_factory=lambda: {"multibuffer": 1})
-    aligned: Sequence[str] = ()
-    discrete_expected: int = 0
+def variant(kernel: str = "pack", discrete_expected: int = 0) -> Variant:
+    """Return a variant of the catalogue."""
+    launch = {"tile": 4096, "multibuffer": 1}
+    return Variant(kernel, "32 x 128", "bf16", {}, {}, frozenset(), launch, discrete_expected)
 
 
 FITS = Lowering("Ascend910B3", "hivm", "", 16384, LIMIT, double_buffered=True, mix_mode="aiv")
@@ -36,9 +26,9 @@ DEAD = Lowering("Ascend910B3", "ttir", "the compiler crashed")
 LOOPS = Lowering("Ascend910B3", "hivm", "", 16384, LIMIT, True, discrete=1, extracted=1)
 
 
-def row(lowering: Lowering, predicted: int, **options: int) -> AscendRow:
+def row(lowering: Lowering, predicted: int, discrete_expected: int = 0) -> AscendRow:
     """Put a result beside our own prediction."""
-    return AscendRow(One(**options), lowering, predicted, LIMIT)  # type: ignore[arg-type]
+    return AscendRow(variant("pack", discrete_expected), lowering, predicted, LIMIT)
 
 
 def test_agreement_counts_the_four_cases_and_leaves_out_what_failed_before() -> None:
@@ -49,7 +39,7 @@ def test_agreement_counts_the_four_cases_and_leaves_out_what_failed_before() -> 
     assert (counted.both_accept, counted.both_reject) == (1, 1)
     assert (counted.only_we_reject, counted.only_compiler_rejects) == (1, 1)
     assert str(counted) == (
-        "predictor and compiler agree on 2 of 4 (1 fit, 1 do not); refused by us alone 1, "
+        "Predictor and compiler agree on 2 of 4 (1 fit, 1 do not); refused by us alone 1, "
         "by the compiler alone 1"
     )
 
@@ -77,7 +67,7 @@ def test_each_fault_names_the_kernel_and_says_what_is_wrong(
 ) -> None:
     (fault,) = report.ascend_faults([row(bad, predicted)])
 
-    assert fault.startswith("pack | 32 x 128 | bf16 | Ascend910B3: ")
+    assert fault.startswith("pack | 32 x 128 | bf16 | tile 4096 | Ascend910B3: ")
     assert words in fault
 
 
@@ -89,8 +79,8 @@ def test_the_ascend_table_says_what_was_reached_used_and_predicted() -> None:
     table = report.ascend_table([row(FITS, 16384), row(LATE, 262144), row(FULL, 262144)])
 
     head, rule, fits, late, full = table.splitlines()
-    assert [cell.strip() for cell in head.split("|")][1:6] == [
-        "kernel", "case", "dtype", "target", "HIVM or reason",
+    assert [cell.strip() for cell in head.split("|")][1:7] == [
+        "kernel", "case", "dtype", "tile", "target", "HIVM or reason",
     ]  # fmt: skip
     assert set(rule) == {"|", "-", " "}
     assert "| HIVM " in fits and "| 16384 " in fits and "| 0 + 0 " in fits and "| aiv " in fits
@@ -99,16 +89,37 @@ def test_the_ascend_table_says_what_was_reached_used_and_predicted() -> None:
     assert len({len(line) for line in table.splitlines()}) == 1
 
 
+def test_the_summary_has_one_line_per_kernel_and_target() -> None:
+    rows = [row(FITS, 16384), row(LATE, 262144), row(FULL, 262144), row(FULL, 1)]
+
+    head, _, line = report.ascend_summary(rows).splitlines()
+
+    names = [cell.strip() for cell in head.strip("|").split("|")]
+    values = [cell.strip() for cell in line.strip("|").split("|")]
+    assert dict(zip(names, values, strict=True)) == {
+        "kernel": "pack",
+        "target": "Ascend910B3",
+        "variants": "4",
+        "HIVM": "2",
+        "too large": "2",
+        "largest UB bytes": "131072",
+        "discrete": "0",
+        "predictor agrees": "2",
+        "refuses more": "1",
+        "refuses less": "1",
+    }
+
+
 def test_the_cuda_table_and_its_faults() -> None:
     good = Build("sm_90", "cubin", "", 0, 32, 0, 16, 16, 10776)
     bad = Build("sm_90", "source", "CompilationError: arange's range must be a power of 2")
-    rows = [CudaRow(One(), good), CudaRow(One(kernel="merge"), bad)]
+    rows = [CudaRow(variant(), good), CudaRow(variant("merge"), bad)]
 
     table = report.cuda_table(rows)
 
     assert "cubin, 10776 bytes" in table and "16 / 16" in table
     (fault,) = report.cuda_faults(rows)
-    assert fault.startswith("merge | 32 x 128 | bf16 | sm_90: CompilationError")
+    assert fault.startswith("merge | 32 x 128 | bf16 | tile 4096 | sm_90: CompilationError")
 
 
 def test_a_table_without_rows_is_its_head() -> None:

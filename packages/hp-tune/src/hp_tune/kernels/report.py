@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from hp_comm.kernels.catalog import Variant
 from hp_tune.kernels.ascend import Lowering
 from hp_tune.kernels.cuda import Build
 
@@ -13,50 +13,14 @@ __all__ = [
     "Agreement",
     "AscendRow",
     "CudaRow",
-    "Variant",
     "agreement",
     "ascend_faults",
+    "ascend_summary",
     "ascend_table",
     "cuda_faults",
     "cuda_table",
     "markdown",
 ]
-
-
-class Variant(Protocol):
-    """A kernel with all that a compiler wants to know; `hp_comm.kernels.catalog` has them."""
-
-    @property
-    def kernel(self) -> str:
-        """Name of the jit function."""
-
-    @property
-    def case(self) -> str:
-        """The shape, in words."""
-
-    @property
-    def dtype(self) -> str:
-        """``bf16``, ``fp16`` or ``fp32``."""
-
-    @property
-    def signature(self) -> Mapping[str, str]:
-        """Types of the arguments that are not constant, by name."""
-
-    @property
-    def constants(self) -> Mapping[str, int | bool | float]:
-        """Values of the constant ones, by name."""
-
-    @property
-    def launch(self) -> Mapping[str, int]:
-        """How it is compiled: ``multibuffer``, ``num_warps``, ``num_stages``."""
-
-    @property
-    def aligned(self) -> Sequence[str]:
-        """Integer arguments that are multiples of 16."""
-
-    @property
-    def discrete_expected(self) -> int:
-        """Accesses of single elements or rows that the layout leaves no way around."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +61,7 @@ class Agreement:
             self.both_accept + self.both_reject + self.only_we_reject + self.only_compiler_rejects
         )
         return (
-            f"predictor and compiler agree on {self.both_accept + self.both_reject} of {total} "
+            f"Predictor and compiler agree on {self.both_accept + self.both_reject} of {total} "
             f"({self.both_accept} fit, {self.both_reject} do not); refused by us alone "
             f"{self.only_we_reject}, by the compiler alone {self.only_compiler_rejects}"
         )
@@ -120,7 +84,7 @@ def ascend_faults(rows: Iterable[AscendRow]) -> list[str]:
     faults = []
     for row in rows:
         lowering, variant = row.lowering, row.variant
-        name = f"{variant.kernel} | {variant.case} | {variant.dtype} | {lowering.target}"
+        name = f"{_name(variant)} | {lowering.target}"
         if not lowering.compiled and not lowering.overflowed:
             faults.append(f"{name}: stopped behind {lowering.stage}: {lowering.reason}")
         if lowering.overflowed and row.we_accept:
@@ -137,11 +101,15 @@ def ascend_faults(rows: Iterable[AscendRow]) -> list[str]:
     return faults
 
 
+def _name(variant: Variant) -> str:
+    tile = variant.launch["tile"]
+    return f"{variant.kernel} | {variant.case} | {variant.dtype} | tile {tile}"
+
+
 def cuda_faults(rows: Iterable[CudaRow]) -> list[str]:
     """Return what must not be, one sentence each."""
     return [
-        f"{row.variant.kernel} | {row.variant.case} | {row.variant.dtype} | {row.build.arch}: "
-        f"{row.build.reason}"
+        f"{_name(row.variant)} | {row.build.arch}: {row.build.reason}"
         for row in rows
         if not row.build.compiled
     ]
@@ -161,6 +129,7 @@ def ascend_table(rows: Iterable[AscendRow]) -> str:
                 row.variant.kernel,
                 row.variant.case,
                 row.variant.dtype,
+                str(row.variant.launch["tile"]),
                 lowering.target,
                 ends,
                 "" if lowering.ub_bytes is None else str(lowering.ub_bytes),
@@ -170,8 +139,33 @@ def ascend_table(rows: Iterable[AscendRow]) -> str:
                 lowering.mix_mode,
             )
         )
-    head = ("kernel", "case", "dtype", "target", "HIVM or reason", "UB bytes", "predicted")
+    head = ("kernel", "case", "dtype", "tile", "target", "HIVM or reason", "UB bytes", "predicted")
     return markdown((*head, "discrete", "by element", "cores"), lines)
+
+
+def ascend_summary(rows: Sequence[AscendRow]) -> str:
+    """Return one line per kernel and target: how many fit, and what the largest of them takes."""
+    lines = []
+    for kernel, target in sorted({(row.variant.kernel, row.lowering.target) for row in rows}):
+        own = [r for r in rows if (r.variant.kernel, r.lowering.target) == (kernel, target)]
+        fit = [row.lowering for row in own if row.lowering.compiled]
+        counted = agreement(own)
+        lines.append(
+            (
+                kernel,
+                target,
+                str(len(own)),
+                str(len(fit)),
+                str(sum(row.lowering.overflowed for row in own)),
+                str(max((one.ub_bytes or 0 for one in fit), default=0)),
+                str(sum(one.discrete + one.extracted for one in fit)),
+                str(counted.both_accept + counted.both_reject),
+                str(counted.only_we_reject),
+                str(counted.only_compiler_rejects),
+            )
+        )
+    head = ("kernel", "target", "variants", "HIVM", "too large", "largest UB bytes", "discrete")
+    return markdown((*head, "predictor agrees", "refuses more", "refuses less"), lines)
 
 
 def cuda_table(rows: Iterable[CudaRow]) -> str:
@@ -184,6 +178,7 @@ def cuda_table(rows: Iterable[CudaRow]) -> str:
                 row.variant.kernel,
                 row.variant.case,
                 row.variant.dtype,
+                str(row.variant.launch["tile"]),
                 build.arch,
                 f"cubin, {build.cubin_bytes} bytes" if build.compiled else build.reason,
                 "" if build.registers is None else str(build.registers),
@@ -192,7 +187,7 @@ def cuda_table(rows: Iterable[CudaRow]) -> str:
                 f"{build.load_bytes} / {build.store_bytes}",
             )
         )
-    head = ("kernel", "case", "dtype", "arch", "cubin or reason", "registers", "spilled bytes")
+    head = ("kernel", "case", "dtype", "tile", "arch", "cubin or reason", "registers", "spilled")
     return markdown((*head, "shared bytes", "widest load / store"), lines)
 
 
