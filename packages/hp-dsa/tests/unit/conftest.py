@@ -11,5 +11,5 @@ def operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     name = request.param.split()[-1].replace("tiles", "tiled")
     monkeypatch.setenv("HP_DSA", name)
     if request.param == "tiny tiles":
-        monkeypatch.setitem(tiles.SIZES, "cpu", tiles.TileSize(elements=6, rows=3))
+        monkeypatch.setitem(tiles.SIZES, "cpu", tiles.TileSize(elements=6, rows=3, gathered=90))
     return request.param

@@ -18,7 +18,7 @@ from ._inputs import Case, Inputs, attention_statistics
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use tiles of two rows, so that gradients of keys add up over several."""
     monkeypatch.setenv("HP_DSA", request.param)
-    monkeypatch.setitem(tiles.SIZES, "cpu", tiles.TileSize(elements=30, rows=2))
+    monkeypatch.setitem(tiles.SIZES, "cpu", tiles.TileSize(elements=30, rows=2, gathered=60))
 
 
 CASES = [

@@ -31,7 +31,7 @@ CASES = [
 everywhere = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
 
-@pytest.fixture(params=[(1 << 19, 128), (70, 5)], ids=["one tile", "tiles"])
+@pytest.fixture(params=[(1 << 20, 64, 1 << 22), (70, 5, 900)], ids=["one tile", "tiles"])
 def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(tiles.SIZES, "cpu", tiles.TileSize(*request.param))
     with poison_empty():
@@ -135,8 +135,8 @@ def test_order_does_not_depend_on_tiles(
         drawn = torch.randint(-2, 3, getattr(x, name).shape, generator=generator)
         setattr(x, name, drawn.to(dtype))
     found = []
-    for elements, rows in ((1 << 19, 128), (1000, 7), (64, 64), (1, 1)):
-        monkeypatch.setitem(tiles.SIZES, "cpu", tiles.TileSize(elements, rows))
+    for elements, rows in ((1 << 20, 64), (1000, 7), (64, 64), (1, 1)):
+        monkeypatch.setitem(tiles.SIZES, "cpu", tiles.TileSize(elements, rows, 1))
         found.append(x.indexer(13, return_value=True))
     monkeypatch.setenv("HP_DSA", "reference")
     indices, values = x.indexer(13, return_value=True)

@@ -125,6 +125,12 @@ def _is_same(key: Tensor, value: Tensor | None) -> bool:
     )
 
 
+def _width(x: _Inputs) -> int:
+    """Return how many numbers are gathered for a token."""
+    gathered = [x.key, x.key_rope, None if _is_same(x.key, x.value) else x.value]
+    return sum(tensor.shape[-1] for tensor in gathered if tensor is not None)
+
+
 class _Tile(NamedTuple):
     """A tile of rows, ready: ``scores`` is ``-inf`` where the selection is not valid."""
 
@@ -175,7 +181,7 @@ def _forward(
     maximum = zeros_like(x.query[..., 0]).unsqueeze(1)  # [B, 1, S1, N1]
     total = torch.zeros_like(maximum)
     num_tokens = indices.shape[-1] * block
-    size = gathered_rows(x.query, num_tokens, N1, x.key.shape[-1] + value.shape[-1])
+    size = gathered_rows(x.query, num_tokens, N1, _width(x))
     for document in rows.documents:
         own_out = document.queries(out)
         own_max, own_sum = document.queries(maximum, 2)[0], document.queries(total, 2)[0]
@@ -200,8 +206,8 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     indices, maximum, total, d_out = state
     gradients = _Inputs(*(None if y is None else zeros_like(y) for y in x))  # type: ignore[arg-type]
-    width = x.key.shape[-1] + (0 if x.value is None else x.value.shape[-1])
-    size = gathered_rows(x.query, indices.shape[-1] * block, 2 * x.query.shape[2], 2 * width)
+    # the gradients of what is gathered are as large
+    size = gathered_rows(x.query, indices.shape[-1] * block, 2 * x.query.shape[2], 2 * _width(x))
     for document in rows.documents:
         for first, last, tile in _tiles(x, indices, scale, rows, block, document, size):
             m, z = (document.queries(s, 2)[0, first:last, :, None] for s in (maximum, total))

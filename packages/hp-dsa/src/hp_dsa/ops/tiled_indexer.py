@@ -13,6 +13,7 @@ from hp_dsa.ops.rows import Document, Rows
 from hp_dsa.ops.tiles import (
     Selection,
     add_score_gradient,
+    gathered_rows,
     head_tile,
     index_scores,
     like_input,
@@ -115,7 +116,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, w, found, upstream = (rows.batched(x) for x in (query, key, weights, indices, d_values))
     d_q, d_k, d_w = (zeros_like(x) for x in (q, k, w))
-    size = tile_size(q).elements // (found.shape[-1] * (q.shape[-1] + 2 * q.shape[-2]))
+    size = gathered_rows(q, found.shape[-1], 2 * q.shape[-2], 2 * q.shape[-1])
     for document in rows.documents:
         own = [document.queries(x) for x in (q, w, found, upstream, d_q, d_w)]
         own_k, d_keys = document.keys(k)[:, 0], document.keys(d_k)[:, 0]

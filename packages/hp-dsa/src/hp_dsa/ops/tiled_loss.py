@@ -93,7 +93,8 @@ def sparse_kl_loss(
     )
     q_rope, k_rope = (None if x is None else rows.batched(x) for x in (query_rope, key_rope))
     num_tokens, heads = indices.shape[-1], q.shape[2] + 2 * sums.query.shape[2]
-    size = gathered_rows(q, num_tokens, heads, k.shape[-1] + 2 * sums.key.shape[-1])
+    width = k.shape[-1] + (0 if k_rope is None else k_rope.shape[-1]) + 2 * sums.key.shape[-1]
+    size = gathered_rows(q, num_tokens, heads, width)
     for document in rows.documents:
         for first, last in row_tiles(rows, document, size):
             counts = rows.visible_counts(document, first, last, q.device)

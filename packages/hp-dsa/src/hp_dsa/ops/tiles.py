@@ -34,13 +34,20 @@ __all__ = [
 
 
 class TileSize(NamedTuple):
-    """How much a device works on at a time: ``elements`` of an intermediate, at most ``rows``."""
+    """How much a device works on at a time.
+
+    Attributes:
+        elements: Numbers in an intermediate of a tile of scores.
+        rows: Queries of such a tile.
+        gathered: Numbers of keys gathered, each row its own.
+    """
 
     elements: int
     rows: int
+    gathered: int
 
 
-SIZES = {"cpu": TileSize(1 << 20, 64), "cuda": TileSize(1 << 26, 1024)}
+SIZES = {"cpu": TileSize(1 << 20, 64, 1 << 22), "cuda": TileSize(1 << 26, 1024, 1 << 27)}
 """By device type: what stays in a cache, and what keeps a GPU busy."""
 
 
@@ -67,7 +74,7 @@ def like_input(rows: Rows, found: Tensor, x: Tensor) -> Tensor:
 
 def gathered_rows(x: Tensor, num_tokens: int, num_heads: int, width: int) -> int:
     """Return how many rows may have their ``num_tokens`` keys of ``width`` gathered at once."""
-    return max(tile_size(x).elements // (num_tokens * (width + num_heads)), 1)
+    return max(tile_size(x).gathered // (num_tokens * (width + num_heads)), 1)
 
 
 def row_tiles(rows: Rows, document: Document, size: int) -> Iterator[tuple[int, int]]:
