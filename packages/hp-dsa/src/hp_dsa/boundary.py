@@ -101,7 +101,7 @@ class DSABoundary(Boundary[DSACall]):
 
     def _forget(self, call: DSACall, known: Gathered) -> None:
         """Under ``keep_keys=False``, keep what was gathered out of the graph that follows."""
-        if self.style.keep_keys or self.plan.cp_size == 1 or not may_forget():
+        if not self.style.forgets_keys or self.plan.cp_size == 1 or not may_forget():
             return
         sources = call.inputs.sources
         packs = known.packs_of(sources.values(), self.gatherer)

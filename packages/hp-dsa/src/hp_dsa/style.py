@@ -140,6 +140,11 @@ class DSAStyle(BoundaryStyle):
             f"keep_keys={self.keep_keys}",
         ]
 
+    @property
+    def forgets_keys(self) -> bool:
+        """Whether gathered keys are left to a second gather in backward."""
+        return not self.keep_keys
+
     def plan(self, cp_size: int) -> DSAPlan:
         """Return the plan of this style on so many ranks; its ``describe`` predicts the traffic."""
         return make_plan(
@@ -361,6 +366,11 @@ class DSAIndexerLossContextParallel(DSAStyle):
                 "key_rope": key_rope_kwarg_name,
             },
         )
+
+    @property
+    def forgets_keys(self) -> bool:
+        """Never: the loss keeps its gradients for backward, and no key."""
+        return False
 
     def _shown(self) -> list[str]:
         return [*super()._shown(), f"loss_variant={self.loss_variant!r}"]
