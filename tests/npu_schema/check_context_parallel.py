@@ -130,6 +130,7 @@ def seen_keys(mode: str, rank: int) -> list[int]:
 def mended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake tensors hold no numbers: those that are read are given here."""
     mend_backward_of_v2()
+    monkeypatch.setattr("torch._subclasses.fake_tensor.CONSTANT_NUMEL_LIMIT", 64)
     monkeypatch.setattr("hp_cp.unwrap.dropout_seed", lambda block: mix(7, *block))
     monkeypatch.setattr("hp_mesh.handoff.Launched.is_unchanged", lambda self, x: True)
     offset = hp_mesh._torch.shard_offset

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # collectives of fake tensors
 import torch_npu
 from torch import Tensor
-from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -21,8 +20,6 @@ __all__ = ["DEVICE", "compressed", "npu", "tensor", "torch_npu", "world"]
 
 DEVICE = "npu:0"
 
-# lengths that we make of numbers are to be read again
-fake_tensor.CONSTANT_NUMEL_LIMIT = 64
 # what a fake tensor raises reaches the test; its log repeats it
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
@@ -31,7 +28,12 @@ logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 def npu() -> Iterator[None]:
     """Let tensors of `DEVICE` be made and computed with; real CPU tensors may join them."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
+        # or `torch.tensor(numbers, device=...)` would copy them to a device before it is faked
+        torch._C._set_only_lift_cpu_tensors(True)
+        try:
+            yield
+        finally:
+            torch._C._set_only_lift_cpu_tensors(False)
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> Tensor:
