@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from hp_comm.collectives import exchange_head_tail, gather_seq, head_to_seq, seq_to_head
     from hp_comm.counters import Traffic, TrafficRecord, traffic
     from hp_comm.handle import Handle
+    from hp_comm.kernels.arithmetic import HeadWork
     from hp_comm.reductions import scatter_seq, sum_shares
     from hp_comm.sequence import count_tokens, global_loss, unshard_sequence
 
 __all__ = [
     "Handle",
+    "HeadWork",
     "Traffic",
     "TrafficRecord",
     "count_tokens",
@@ -38,6 +40,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "Handle": "hp_comm.handle",
+        "HeadWork": "hp_comm.kernels.arithmetic",
         "Traffic": "hp_comm.counters",
         "TrafficRecord": "hp_comm.counters",
         "count_tokens": "hp_comm.sequence",

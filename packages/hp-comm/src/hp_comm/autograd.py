@@ -16,7 +16,8 @@ is the token of the mirrored launch: the same two nodes, so second derivatives w
 Gradients of several consumers are added by autograd in front of the wait node, those of several
 users of the input behind the launch node; no hook replaces any.
 
-Moves are linear: nothing is saved for backward, so a graph can be walked again and recomputed.
+Moves are linear: nothing is saved for backward, so a graph can be walked again and recomputed. A
+move that computes on its way says what it keeps (`Move.kept`), and is differentiated once.
 """
 
 from __future__ import annotations
@@ -76,24 +77,28 @@ class _Run(torch.autograd.Function):
     def forward(ctx: Any, move: Move, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.move, ctx.count = move, len(xs)
         ctx.needed = _needed(ctx.needs_input_grad[1:])
+        ctx.results = move.results(ctx.needed)
+        ctx.save_for_backward(*move.kept(xs))
         outs = move.start(xs, overlap=False).finish()
-        _remember(ctx, outs, ctx.needed)
+        _remember(ctx, outs, ctx.results)
         return outs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        back = run(ctx.move.mirror(ctx.needed), _wanted(ctx, grads, ctx.needed))
+        back = run(ctx.move.mirror(ctx.results), _wanted(ctx, grads, ctx.results))
+        back = ctx.move.gradients(back, ctx.saved_tensors, ctx.needed)
         return None, *_spread(back, ctx.needed, ctx.count)
 
 
 class _Link:
     """What a launch node and its wait node know of each other."""
 
-    __slots__ = ("back", "move", "needed", "pending")
+    __slots__ = ("back", "move", "needed", "pending", "results")
 
     def __init__(self, move: Move) -> None:
         self.move = move
-        self.needed: tuple[int, ...] = ()
+        self.needed: tuple[int, ...] = ()  # inputs that want gradients
+        self.results: Sequence[int] = ()  # results that have them
         self.pending: Pending | None = None
         self.back: _Link | None = None  # the mirrored move, between the two nodes' backward
 
@@ -108,15 +113,18 @@ class _Launch(torch.autograd.Function):
     def forward(ctx: Any, link: _Link, *xs: Tensor) -> Tensor:
         ctx.link, ctx.count = link, len(xs)
         link.needed = _needed(ctx.needs_input_grad[1:])
+        link.results = link.move.results(link.needed)
+        ctx.save_for_backward(*link.move.kept(xs))
         link.pending = link.move.start(xs, overlap=True)
         # no element: nothing to fill, to add, or to find a NaN in
         return torch.empty(0, dtype=torch.float32, device=xs[0].device)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> tuple[Any, ...]:
-        back, ctx.link.back = ctx.link.back, None
-        grads = _apply(_Wait, back, token)
-        return None, *_spread(grads, ctx.link.needed, ctx.count)
+        link = ctx.link
+        back, link.back = link.back, None
+        grads = link.move.gradients(_apply(_Wait, back, token), ctx.saved_tensors, link.needed)
+        return None, *_spread(grads, link.needed, ctx.count)
 
 
 class _Wait(torch.autograd.Function):
@@ -124,14 +132,14 @@ class _Wait(torch.autograd.Function):
     def forward(ctx: Any, link: _Link, token: Tensor) -> tuple[Tensor, ...]:
         ctx.link = link
         outs = link.take().finish()
-        _remember(ctx, outs, link.needed)
+        _remember(ctx, outs, link.results)
         return outs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         link = ctx.link
-        back = _Link(link.move.mirror(link.needed))
-        token = _apply(_Launch, back, *_wanted(ctx, grads, link.needed))
+        back = _Link(link.move.mirror(link.results))
+        token = _apply(_Launch, back, *_wanted(ctx, grads, link.results))
         link.back = back
         return None, token
 

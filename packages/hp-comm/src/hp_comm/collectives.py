@@ -25,7 +25,9 @@ from torch.distributed import ProcessGroup
 from hp_comm import _cuts as cuts
 from hp_comm.autograd import launch, run
 from hp_comm.handle import Handle
+from hp_comm.kernels.arithmetic import HeadWork, prepare
 from hp_comm.moves import Move
+from hp_comm.prepared import listed_works, prepared, weights_of
 from hp_comm.transfers import Exchange, Gather, Swap
 from hp_mesh.window import mirror_rank
 
@@ -35,6 +37,7 @@ Heads = Sequence[Sequence[int]]
 """Per rank of the group, the positions on the head dim that it gets (or has)."""
 
 Tensors = tuple[Tensor, ...]
+Work = HeadWork | Sequence[HeadWork | None] | None
 
 
 def _listed(where: str, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
@@ -75,6 +78,7 @@ def seq_to_head(
     heads: Heads | None = ...,
     lengths: Sequence[int] | None = ...,
     dense: bool = ...,
+    work: Work = ...,
     async_op: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -87,6 +91,7 @@ def seq_to_head(
     heads: Heads | None = ...,
     lengths: Sequence[int] | None = ...,
     dense: bool = ...,
+    work: Work = ...,
     async_op: Literal[True],
 ) -> Handle[Tensor]: ...
 @overload
@@ -99,6 +104,7 @@ def seq_to_head(
     heads: Sequence[Heads | None] | None = ...,
     lengths: Sequence[int] | None = ...,
     dense: bool = ...,
+    work: Work = ...,
     async_op: Literal[False] = ...,
 ) -> Tensors: ...
 @overload
@@ -111,6 +117,7 @@ def seq_to_head(
     heads: Sequence[Heads | None] | None = ...,
     lengths: Sequence[int] | None = ...,
     dense: bool = ...,
+    work: Work = ...,
     async_op: Literal[True],
 ) -> Handle[Tensors]: ...
 def seq_to_head(
@@ -122,6 +129,7 @@ def seq_to_head(
     heads: Any = None,
     lengths: Sequence[int] | None = None,
     dense: bool = True,
+    work: Work = None,
     async_op: bool = False,
 ) -> Any:
     """Trade the sequence shard for some of the heads of the whole sequence.
@@ -139,6 +147,8 @@ def seq_to_head(
         dense: Whether each result must be dense. If not, tensors that differ in their heads only
             come as slices of the one buffer that was received, rows first: no copy after the
             exchange, and the results share one storage.
+        work: QK-norm and rotary embedding, done to this rank's rows while they are packed: a
+            `HeadWork` for a tensor, a list with one, or None, each for several.
         async_op: Return a `Handle` and let the transfer overlap with what comes next.
 
     Returns:
@@ -154,10 +164,19 @@ def seq_to_head(
     cut = cuts.sequence_to_heads(
         where, shapes, seq_dim, head_dim, tables, _hashable(lengths), size, rank, dense
     )
+    works = listed_works(where, work, xs, head_dim, single=isinstance(x, Tensor))
     if size == 1:
-        places = [cuts.take(one, send) for one, send in zip(xs, cut.sends, strict=True)]
+        ready = [
+            one if w is None else prepare(one, w)
+            for one, w in zip(xs, works or [None] * len(xs), strict=True)
+        ]
+        places = [cuts.take(one, send) for one, send in zip(ready, cut.sends, strict=True)]
         return _alone(where, x, places, async_op)
-    return _move(x, Exchange(where, group, **vars(cut)), xs, async_op)
+    exchange = Exchange(where, group, **vars(cut))
+    if works is None:
+        return _move(x, exchange, xs, async_op)
+    move = prepared(exchange, works, seq_dim % xs[0].ndim)
+    return _move(x, move, [*xs, *weights_of(works)], async_op)
 
 
 @overload

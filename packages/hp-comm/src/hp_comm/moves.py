@@ -2,7 +2,8 @@
 
 A move knows nothing of autograd. ``start`` makes dense send buffers and launches; `Pending.finish`
 waits and does all the layout work; ``mirror`` is the move that carries gradients back. Moves are
-linear and the mirror is the transpose, so nothing of the forward pass has to be kept for it.
+linear and the mirror is the transpose, so nothing of the forward pass has to be kept for it; only
+one that computes on its way (`hp_comm.prepared`) keeps something.
 """
 
 from __future__ import annotations
@@ -118,6 +119,20 @@ class Move(ABC):
     @abstractmethod
     def mirror(self, needed: Sequence[int]) -> Move:
         """Return the move of the gradients of the results ``needed``."""
+
+    def results(self, needed: Sequence[int]) -> Sequence[int]:
+        """Return which results have gradients if the inputs ``needed`` want some."""
+        return needed
+
+    def kept(self, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return what backward needs of the inputs: nothing, for a linear move."""
+        return ()
+
+    def gradients(
+        self, arrived: Sequence[Tensor], kept: Sequence[Tensor], needed: Sequence[int]
+    ) -> Sequence[Tensor]:
+        """Return the gradients of the inputs ``needed``, of what the mirrored move brought."""
+        return arrived
 
 
 def dense(x: Tensor, cut: Cut | None, *, overlap: bool, joined: Sequence[int] = ()) -> Tensor:

@@ -25,7 +25,7 @@ from hp_comm.counters import record
 from hp_comm.kernels.ops import pack, unpack
 from hp_comm.moves import Cut, Move, Pending, Shape, Transfer, dense, landing, slices
 
-__all__ = ["Exchange", "Gather", "ReduceScatter", "Swap"]
+__all__ = ["Exchange", "Gather", "ReduceScatter", "Swap", "Wire"]
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,7 @@ class Exchange(Move):
                 (self.receives, self.out_shapes),
             )
         )
-        if len(xs) == 1:
-            send = dense(xs[0], out.cuts[0], overlap=overlap, joined=self.joined)
-        else:
-            send = pack(xs, *out.flat(), self.joined)
+        send = self._packed(xs, out, overlap)
         received, finish = self._landing(xs[0], back)
         # a property of the cuts, which all ranks know alike: equal parts are a plain all-to-all
         even = out.is_even and back.is_even
@@ -100,7 +97,13 @@ class Exchange(Move):
         )
         return Transfer([work], send if async_op else None, finish)
 
-    def _landing(self, like: Tensor, wire: _Wire) -> tuple[Tensor, Callable[[], list[Tensor]]]:
+    def _packed(self, xs: list[Tensor], wire: Wire, overlap: bool) -> Tensor:
+        """Return the send buffer."""
+        if len(xs) == 1:
+            return dense(xs[0], wire.cuts[0], overlap=overlap, joined=self.joined)
+        return pack(xs, *wire.flat(), self.joined)
+
+    def _landing(self, like: Tensor, wire: Wire) -> tuple[Tensor, Callable[[], list[Tensor]]]:
         """Return a receive buffer and what makes the results of it."""
         shapes = wire.shapes
         if not self.joined and len(shapes) == 1:
@@ -113,7 +116,7 @@ class Exchange(Move):
 
 
 @dataclass(frozen=True)
-class _Wire:
+class Wire:
     """One side of an exchange: how its tensors are cut, and how much goes over each link."""
 
     cuts: tuple[Cut, ...]
@@ -130,13 +133,13 @@ class _Wire:
 
 
 @lru_cache(maxsize=512)
-def _wire(cuts: tuple[Cut, ...], shapes: tuple[Shape, ...], size: int) -> _Wire:
+def _wire(cuts: tuple[Cut, ...], shapes: tuple[Shape, ...], size: int) -> Wire:
     index: list[int] = []
     if any(cut.index is not None for cut in cuts):
         for cut in cuts:
             index += cut.index if cut.index is not None else range(sum(cut.counts))
     pairs = tuple(zip(cuts, shapes, strict=True))
-    return _Wire(
+    return Wire(
         cuts=cuts,
         shapes=shapes,
         sizes=tuple(sum(prod(cut.part(shape, p)) for cut, shape in pairs) for p in range(size)),

@@ -185,7 +185,7 @@ def _positions(parallel: Sequence[Sequence[Copy]]) -> list[tuple[list[View], lis
     Args:
         parallel: For every copy, the same copy of each tensor that is addressed alike.
     """
-    found: dict[View, tuple[list[View], list[View]]] = {}
+    found: dict[tuple[View, ...], tuple[list[View], list[View]]] = {}
     for same in parallel:
         dim = same[0].dim
         if 0 in same[0].own.size:
@@ -193,7 +193,8 @@ def _positions(parallel: Sequence[Sequence[Copy]]) -> list[tuple[list[View], lis
         for i in range(1 if dim is None else same[0].own.size[dim]):
             owns = [c.own if dim is None else c.own.narrow(dim, i, 1) for c in same]
             place = same[0].place if dim is None else same[0].place.narrow(dim, i, 1)
-            found.setdefault(owns[0], (owns, []))[1].append(place)
+            # keyed by all: heads of an expanded tensor lie in one place, their gradients do not
+            found.setdefault(tuple(owns), (owns, []))[1].append(place)
     return list(found.values())
 
 
