@@ -93,48 +93,70 @@ def shifts(pieces: Sequence[int], programs: int) -> list[int]:
     return [-sum(pieces[:i]) % programs for i in range(1, TENSORS)]
 
 
-def predict_ub_bytes(
-    kernel: str, element_size: int, numbers: Mapping[str, float], multibuffer: bool = False
-) -> int:
+def predict_ub_bytes(kernel: str, element_size: int, numbers: Mapping[str, float]) -> int:
     """Return about how many bytes of the unified buffer a program needs, rather too many.
+
+    That is without double buffering, which the compiler gives up before it refuses a kernel.
 
     Args:
         kernel: Its name.
         element_size: Bytes of an element of the data.
         numbers: Its compile-time arguments.
-        multibuffer: Whether a tile is loaded while the one before is worked on. The compiler gives
-            it up where it does not fit; what it refuses does not fit without.
     """
     count = {name: int(n) for name, n in numbers.items()}
     if kernel in ("pack", "unpack"):
-        return sum(_moved(count, i, element_size) for i in range(count["TENSORS"])) * (
-            2 if multibuffer else 1
-        )
+        # one tensor after the other, in the same place
+        return max(_moved(kernel, count, i, element_size) for i in range(count["TENSORS"]))
     rows = count["BLOCK_ROWS"]
     if kernel.startswith("merge"):
         tile = rows * _line(count["BLOCK_INNER"] * 4)
-        tiles = 2.6 if kernel == "merge" else 5.2
-        return int(tile * (tiles + (2 if multibuffer else 0))) + 5 * rows * LINE
-    tile = 0
-    if count["ROTARY"]:
-        tile += rows * _line(count["BLOCK_PAIRS"] * 4) * (2 if count["INTERLEAVED"] else 1)
-    if count["ROTARY"] < count["SIZE"]:
-        tile += rows * _line(count["BLOCK_REST"] * 4)
-    tiles = 6.0 if kernel == "pack_rotary" else 6.6
-    if count.get("SUMMANDS", 1) > 1:
-        tiles += 1
-    return int(tile * (tiles + (5 if multibuffer else 0))) + 3 * rows * LINE
+        tiles = MERGED[kernel, element_size < 4]
+        return int(tiles * tile) + 48 * rows  # a number per row takes a line, or half of one
+    pairs = 2 * _line(count["BLOCK_PAIRS"] * 4) if count["ROTARY"] else 0
+    rest = _line(count["BLOCK_REST"] * 4) if count["ROTARY"] < count["SIZE"] else 0
+    of_pairs, of_rest = _of_heads(kernel, count, element_size)
+    single = 0  # what is read element by element, each on a line of its own
+    if count["X_IN"] != 1 and (kernel == "pack_rotary" or count["NORM"]):
+        single = LINE * (pairs + rest) // 4
+    return int(rows * (of_pairs * pairs + of_rest * rest + single))
+
+
+MERGED = {
+    ("merge", True): 2.6,
+    ("merge", False): 2.0,
+    ("merge_backward", True): 4.1,
+    ("merge_backward", False): 4.1,
+}
+"""fp32 tiles that are alive at once, by whether the data is narrower than fp32."""
+
+
+def _of_heads(kernel: str, count: Mapping[str, int], element_size: int) -> tuple[float, float]:
+    """Return how many fp32 tiles of pairs, and of the rest of a head, are alive at once."""
+    packs = kernel == "pack_rotary"
+    copied = element_size / 4  # the rest of a head is only copied, as it is
+    if count["INTERLEAVED"]:
+        if count["NORM"]:
+            return 8.0, 1.25 if packs else 2.25
+        return 8.0, copied if packs else 1.25
+    if count["NORM"]:
+        return (2.25, 2.25) if packs else (4.5, 4.0)
+    if packs:
+        return 2.75, copied
+    return 2.5, 1.25 if count["SUMMANDS"] > 1 else copied
 
 
 def _line(size: int) -> int:
     return -(-size // LINE) * LINE
 
 
-def _moved(count: Mapping[str, int], i: int, element_size: int) -> int:
-    """Return the bytes of the tile of tensor ``i`` of a move."""
+def _moved(kernel: str, count: Mapping[str, int], i: int, element_size: int) -> int:
+    """Return the bytes that tensor ``i`` of a move takes."""
     rows, inner = count[f"BLOCK_ROWS{i}"], count[f"BLOCK_INNER{i}"]
-    if count[f"X_IN{i}"] != 1:  # element by element, each on a line of its own
-        return rows * inner * LINE
-    if count.get(f"SUMMANDS{i}", 1) > 1:
-        return int(3.5 * rows * _line(inner * 4))
-    return rows * _line(inner * element_size)
+    strided = count[f"X_IN{i}"] != 1  # element by element, each on a line of its own
+    if count.get(f"SUMMANDS{i}", 1) > 1:  # a sum in fp32, a summand, and that as it was loaded
+        tile = rows * inner * LINE if strided else rows * _line(inner * 4)
+        return tile * (3 if element_size < 4 else 2)
+    tile = rows * _line(inner * element_size)
+    if not strided:
+        return tile
+    return rows * inner * LINE + (tile if kernel == "pack" else 0)
