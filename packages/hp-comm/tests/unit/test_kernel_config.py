@@ -161,3 +161,44 @@ def test_a_file_for_another_device_is_refused(folder: Path) -> None:
     (folder / "pack.cuda-sm90.json").write_text(json.dumps(GOOD))
     with pytest.raises(ValueError, match=r"pack on ascend910b3\) must be for pack on cuda-sm90"):
         launch_of("pack", "cuda-sm90", {})
+
+
+def test_the_folder_that_the_environment_names_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was tuned here serves without touching the installed package, which fills the gaps."""
+    own, packaged = tmp_path / "own", tmp_path / "packaged"
+    for folder in (own, packaged):
+        folder.mkdir()
+    monkeypatch.setattr(config, "FOLDER", packaged)
+    monkeypatch.setenv("HP_KERNEL_CONFIGS", str(own))
+
+    assert path_of("pack", "cuda-sm90") == own / "pack.cuda-sm90.json"
+    (packaged / "pack.cuda-sm90.json").write_text("{}")
+    assert path_of("pack", "cuda-sm90") == packaged / "pack.cuda-sm90.json"
+    (own / "pack.cuda-sm90.json").write_text("{}")
+    assert path_of("pack", "cuda-sm90") == own / "pack.cuda-sm90.json"
+
+    monkeypatch.delenv("HP_KERNEL_CONFIGS")
+    assert path_of("merge", "cuda-sm90") == packaged / "merge.cuda-sm90.json"
+
+
+def test_a_folder_of_launch_configs_that_is_not_there_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A misspelt variable would otherwise mean slow kernels in silence."""
+    monkeypatch.setenv("HP_KERNEL_CONFIGS", str(tmp_path / "misspelt"))
+    with pytest.raises(ValueError, match=r"HP_KERNEL_CONFIGS \('.*misspelt'\) must be a folder"):
+        path_of("pack", "cuda-sm90")
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_double_buffering_can_be_switched_off(asked: int) -> None:
+    """Left out it is the compiler's choice; 0 means off."""
+    launch = {"tile": 64, "multibuffer": asked}
+    found = validate({**GOOD, "entries": [{"when": {}, "launch": launch}]}, "here")
+    assert found.entries[0].launch == launch
+    with pytest.raises(ValueError, match=r"launch multibuffer \(2\) must be 0 or 1"):
+        validate(
+            {**GOOD, "entries": [{"when": {}, "launch": {"tile": 64, "multibuffer": 2}}]}, "here"
+        )

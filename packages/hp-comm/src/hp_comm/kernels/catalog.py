@@ -18,13 +18,15 @@ from hp_comm.kernels.limits import bundles
 from hp_comm.kernels.plans import Launch, Work, head_launch, merge_launch, move_launch
 from hp_comm.kernels.segments import head_segments, move_segments, sum_segments
 
-__all__ = ["DTYPES", "Case", "Variant", "cases", "variants", "variants_of"]
+__all__ = ["DTYPES", "Case", "Variant", "cases", "launches", "layout_of", "variants", "variants_of"]
 
 DTYPES = ("bf16", "fp16", "fp32")
 FLOAT = frozenset(
     ("cos", "sin", "grad_weight", "lse", "lse1", "lse2", "grad_lse", "grad_lse1", "grad_lse2")
 )
 """Tensors that are fp32 whatever is packed."""
+ROWS_DIM, HEADS_DIM = 1, 2
+Cut = tuple[Shape, Shape, Shape, Shape]
 
 
 @cache
@@ -129,15 +131,15 @@ def cases(quick: bool) -> Iterator[tuple[str, Case]]:
     yield "merge_backward", Case("two blocks, heads of 80", 2, 1001, (8,), 80, 1)
 
 
-def _laid(case: Case, heads: int) -> tuple[Shape, Shape, int, int]:
-    """Return shape and strides as ``[B, S, H, D]`` of a tensor, and the dims of rows and heads."""
+def _laid(case: Case, heads: int) -> tuple[Shape, Shape]:
+    """Return shape and strides as ``[B, S, H, D]`` of a tensor."""
     order = {"BSHD": (0, 1, 2, 3), "TND": (0, 1, 2, 3), "BNSD": (0, 2, 1, 3), "SBHD": (1, 0, 2, 3)}
     sizes = (case.batch, case.rows, heads, case.size)
     lying = View.dense(tuple(sizes[d] for d in order[case.layout])).stride
     strides = [0] * 4
     for place, dim in enumerate(order[case.layout]):
         strides[dim] = lying[place]
-    return sizes, tuple(strides), 1, 2
+    return sizes, tuple(strides)
 
 
 def _parts(case: Case, heads: int) -> tuple[list[int], list[int]]:
@@ -149,23 +151,30 @@ def _parts(case: Case, heads: int) -> tuple[list[int], list[int]]:
     return [heads // case.ranks] * case.ranks, list(range(heads))
 
 
-def launches(kernel: str, case: Case, launch: Mapping[str, int]) -> list[Launch]:
-    """Return the calls of a kernel in a case."""
-    if kernel.startswith("merge"):
-        return [merge_launch(case.batch * case.rows * case.heads[0], case.size, launch)]
-    laid = [_laid(case, heads) for heads in case.heads]
-    shapes, strides = tuple(one[0] for one in laid), tuple(one[1] for one in laid)
-    rows_dim, heads_dim = laid[0][2:]
+def layout_of(case: Case) -> tuple[tuple[Shape, ...], tuple[Shape, ...], Cut]:
+    """Return shapes and strides of a case's tensors as ``[B, S, H, D]``, and how they are cut.
+
+    The cut is dims, counts, index and joined as in `hp_comm.kernels.layout`.
+    """
+    shapes, strides = zip(*(_laid(case, heads) for heads in case.heads), strict=True)
     parts = [_parts(case, heads) for heads in case.heads]
     index = [n for _, of_one in parts for n in of_one]
     if all(of_one == list(range(len(of_one))) for _, of_one in parts):
         index = []
     cut = (
-        (heads_dim if case.dim == "heads" else rows_dim,) * len(parts),
+        (HEADS_DIM if case.dim == "heads" else ROWS_DIM,) * len(parts),
         tuple(n for counts, _ in parts for n in counts),
         tuple(index),
-        (rows_dim, heads_dim) if case.joined else (),
+        (ROWS_DIM, HEADS_DIM) if case.joined else (),
     )
+    return shapes, strides, cut
+
+
+def launches(kernel: str, case: Case, launch: Mapping[str, int]) -> list[Launch]:
+    """Return the calls of a kernel in a case."""
+    if kernel.startswith("merge"):
+        return [merge_launch(case.batch * case.rows * case.heads[0], case.size, launch)]
+    shapes, strides, cut = layout_of(case)
     found = copies(shapes, strides, *cut)
     if case.work is None:
         segments = move_segments(found) if kernel == "pack" else sum_segments(found)
@@ -175,7 +184,7 @@ def launches(kernel: str, case: Case, launch: Mapping[str, int]) -> list[Launch]
     if kernel == "unpack_rotary":
         alike.insert(1, found)
     parallel = list(zip(*alike, strict=True))
-    at = 0 if case.joined else rows_dim
+    at = 0 if case.joined else ROWS_DIM
     pieces = head_segments(parallel, at, 4, summed=kernel == "unpack_rotary")
     return [head_launch(kernel, one, case.work, launch) for one in pieces]
 

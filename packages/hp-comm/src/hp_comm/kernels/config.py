@@ -1,7 +1,8 @@
 """The file format of launch configs: a kernel's block sizes, by device and shape.
 
 No torch here: `hp_tune` writes these files on a machine without a device. One file per kernel and
-device, ``<kernel>.<device>.json`` beside the kernels::
+device, ``<kernel>.<device>.json``, in the folder that ``HP_KERNEL_CONFIGS`` names or, if it is not
+there, beside the kernels::
 
     {
       "format": 1,
@@ -21,7 +22,7 @@ largest tensor: ``rows`` of a piece, ``inner`` elements of a row, ``element_size
 
 ``launch`` says how large a tile is (elements, a power of two), how many ``programs`` walk over the
 tiles (left out: one per tile), and what the compiler takes: ``num_warps`` and ``num_stages`` on
-CUDA, ``multibuffer`` on Ascend.
+CUDA, ``multibuffer`` (0 or 1) on Ascend.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ __all__ = [
 
 FORMAT = 1
 FOLDER = Path(__file__).parent / "configs"
+VARIABLE = "HP_KERNEL_CONFIGS"
 KERNELS = ("merge", "merge_backward", "pack", "pack_rotary", "unpack", "unpack_rotary")
 LAUNCH = ("multibuffer", "num_stages", "num_warps", "programs", "tile")
 
@@ -106,9 +108,25 @@ def kernel_hash() -> str:
     return hashlib.sha256(source).hexdigest()[:16]
 
 
-def path_of(kernel: str, device: str, folder: Path = FOLDER) -> Path:
-    """Return where the config of a kernel on a device lives."""
-    return folder / f"{kernel}.{device}.json"
+def path_of(kernel: str, device: str, folder: Path | None = None) -> Path:
+    """Return where the config of a kernel on a device lives: in ``folder``, or where one is found.
+
+    Looked for in the folder that ``HP_KERNEL_CONFIGS`` names, then beside the kernels.
+    """
+    name = f"{kernel}.{device}.json"
+    if folder is not None:
+        return folder / name
+    named = os.environ.get(VARIABLE)
+    if not named:
+        return FOLDER / name
+    require(
+        Path(named).is_dir(),
+        "hp_comm.kernels",
+        f"{VARIABLE} ({named!r}) must be a folder",
+        "name the one that hp-tune kernels wrote to",
+    )
+    own, packaged = Path(named) / name, FOLDER / name
+    return packaged if packaged.is_file() and not own.is_file() else own
 
 
 def choose(config: KernelConfig, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -229,6 +247,13 @@ def _entry(row: Any, where: str) -> Entry:
     )
     for name, value in launch.items():
         require(name in LAUNCH, where, f"launch {name} must be one of {', '.join(LAUNCH)}")
+        if name == "multibuffer":
+            require(
+                _is_int(value) and value in (0, 1),
+                where,
+                f"launch multibuffer ({value!r}) must be 0 or 1",
+            )
+            continue
         require(
             _is_int(value) and value > 0, where, f"launch {name} ({value!r}) must be at least 1"
         )
