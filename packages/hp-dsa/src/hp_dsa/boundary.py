@@ -47,12 +47,14 @@ class DSACall(Entry):
     Attributes:
         view: The view of the call.
         inputs: The tensors as they came; outputs are laid out as the query was.
+        index: How many calls of the boundary went before.
         local: With ``use_local_input``, the calls of the module with local tensors.
         recorder: Under ``keep_keys=False``, what keeps gathered keys out of the graph.
     """
 
     view: DSAView
     inputs: Inputs
+    index: int
     local: LocalCall | None = None
     recorder: Recorder | None = None
 
@@ -88,14 +90,15 @@ class DSABoundary(Boundary[DSACall]):
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DSACall:
         """Select; check; compare with the other ranks; gather; wrap; describe the view."""
         known = open_gathers() or Gathered()
-        inputs = self._agree(args, kwargs, known)
+        index = self.next_call_index()
+        inputs = self._agree(args, kwargs, known, index)
         wholes = known.collect(inputs.sources, self.gatherer, inputs.under_way)
         view = self._view(inputs)
         if self.style.use_local_input:
             local = LocalCall(view, inputs, wholes, args, kwargs)
-            return DSACall(*local.call(0), view, inputs, local)
+            return DSACall(*local.call(0), view, inputs, index, local)
         args, kwargs = self._hand_over(args, kwargs, inputs, view, wholes)
-        call = DSACall(args, kwargs, view, inputs)
+        call = DSACall(args, kwargs, view, inputs, index)
         self._forget(call, known)
         return call
 
@@ -136,6 +139,7 @@ class DSABoundary(Boundary[DSACall]):
             entry.inputs,
             self.style.result_kinds,
             use_local_output=self.style.use_local_output,
+            call_index=entry.index,
         )
         outputs = [output]
         windows = None
@@ -148,7 +152,9 @@ class DSABoundary(Boundary[DSACall]):
         with entry.view.paused():
             return returned.finish(outputs, windows)
 
-    def _agree(self, args: tuple[Any, ...], kwargs: dict[str, Any], known: Gathered) -> Inputs:
+    def _agree(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], known: Gathered, index: int
+    ) -> Inputs:
         """Return the checked inputs, or raise what any rank found wrong, on all of them."""
         error: Exception | None = None
         inputs: Inputs | None = None
@@ -164,7 +170,7 @@ class DSABoundary(Boundary[DSACall]):
                 {} if inputs is None else {**self.identity, **inputs.signature(self.plan, kwargs)}
             ),
             error=error,
-            call_index=self.next_call_index(),
+            call_index=index,
             way_out=lambda differing: advise(self.plan, differing),
         )
         assert inputs is not None, "preflight raises the error it is given"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from hp_comm import exchange_head_tail, scatter_seq, sum_shares
+from hp_comm import exchange_head_tail, preflight, scatter_seq, sum_shares
 from hp_dsa.chunks import in_chunks
 from hp_dsa.handlers import join_keys
 from hp_dsa.inputs import Inputs
@@ -40,6 +40,7 @@ class Returned:
         inputs: Its tensors.
         kinds: What plain outputs are.
         use_local_output: Whether the caller wants plain tensors whatever came in.
+        call_index: How many calls of the boundary went before.
     """
 
     def __init__(
@@ -50,9 +51,10 @@ class Returned:
         kinds: ResultKinds,
         *,
         use_local_output: bool,
+        call_index: int,
     ) -> None:
         self._where, self._view, self._inputs = where, view, inputs
-        self._kinds = kinds
+        self._kinds, self._call_index = kinds, call_index
         self._plan = view.plan
         self._plain = use_local_output or inputs.layouts["query"].is_plain
 
@@ -63,28 +65,16 @@ class Returned:
             outputs: What each call of the module returned.
             windows: With ``use_local_input``, the window of each call.
         """
-        parts = [list(_tensors(output)) for output in outputs]
-        require(
-            len({len(part) for part in parts}) == 1,
-            self._where,
-            f"the calls of the module returned {[len(part) for part in parts]} tensors, which "
-            "must be as many each time",
-        )
-        first, *_ = parts
-        plain = [x for x in first if not isinstance(x, DTensor)]
-        kinds = self._kinds(len(first)) if plain else None
-        if plain and kinds is None:
-            raise fail(
-                self._where,
-                f"the module returned {len(first)} plain tensors, of which it cannot be known "
-                "which are gradients of keys and which are sums",
-                "name each with outputs=, for example outputs=('rows', 'keys', 'rows', 'sum')",
-            )
+        parts = [_tensors(output) for output in outputs]
+        first = parts[0]
+        kinds: list[Result | None] = []
+        if any(not isinstance(x, DTensor) for x in first):
+            kinds = self._agree(parts, windows)
         results = [
             self._of_dtensor(x)
             if isinstance(x, DTensor)
-            else self._of_plain(kinds[i] if kinds and i < len(kinds) else None, column, windows)
-            for i, (x, *column) in enumerate((one[0], *one) for one in zip(*parts, strict=True))
+            else self._of_plain(kinds[i], column, windows)
+            for i, (x, column) in enumerate(zip(first, zip(*parts, strict=True), strict=True))
         ]
         queue = iter(results)
         if isinstance(outputs[0], Tensor):
@@ -93,6 +83,63 @@ class Returned:
             return outputs[0]
         keys = [key for key, value in _items(outputs[0]) if isinstance(value, Tensor)]
         return map_outputs(outputs[0], keys, lambda _: next(queue), lambda x: x, self._where)
+
+    def _agree(
+        self, parts: Sequence[Sequence[Tensor]], windows: Sequence[KeyWindow] | None
+    ) -> list[Result | None]:
+        """Return what plain outputs are, or raise what any rank found wrong, on all of them."""
+        error: ValueError | None = None
+        kinds: list[Result | None] = []
+        try:
+            kinds = self._read(parts, windows)
+        except ValueError as problem:
+            error = problem
+        preflight(
+            self._view.group,
+            f"{self._where}: what the module returned",
+            {"outputs": kinds},
+            error=error,
+            call_index=self._call_index,
+        )
+        return kinds
+
+    def _read(
+        self, parts: Sequence[Sequence[Tensor]], windows: Sequence[KeyWindow] | None
+    ) -> list[Result | None]:
+        """Check the shapes of plain outputs against what they are, before anything is sent."""
+        counts = [len(part) for part in parts]
+        require(
+            len(set(counts)) == 1,
+            self._where,
+            f"the calls of the module returned {counts} tensors, which must be as many each time",
+        )
+        known = self._kinds(counts[0])
+        if known is None:
+            raise fail(
+                self._where,
+                f"the module returned {counts[0]} plain tensors, of which it cannot be known "
+                "which are gradients of keys and which are sums",
+                "name each with outputs=, for example outputs=('rows', 'keys', 'rows', 'sum')",
+            )
+        kinds: list[Result | None] = [*known, *[None] * counts[0]][: counts[0]]
+        plan, calls = self._plan, len(parts)
+        rows = [self._view.local_length // calls] * calls
+        keys = [self._view.num_keys] if windows is None else [w.num_keys for w in windows]
+        for kind, column in zip(kinds, zip(*parts, strict=True), strict=True):
+            if kind == "sum" or any(isinstance(x, DTensor) for x in column):
+                continue
+            dim = plan.statistics_dim if kind == "statistics" else plan.seq_dim
+            if kind is None or column[0].ndim <= dim:  # unknown, or not asked for
+                require(
+                    calls == 1 or column[0].numel() == 0,
+                    self._where,
+                    f"the module is called {calls} times, and it cannot be known how its output "
+                    f"{tuple(column[0].shape)} is joined",
+                    "name each output with outputs=",
+                )
+            else:
+                self._check_rows(column, keys if kind == "keys" else rows, dim, kind)
+        return kinds
 
     def _of_dtensor(self, x: DTensor) -> Tensor:
         view = self._view
@@ -121,22 +168,11 @@ class Returned:
         if kind == "keys":
             share = parts[0]
             if windows is not None:
-                self._check_rows(parts, [w.num_keys for w in windows], plan.seq_dim, "keys")
                 share = join_keys(parts, windows, self._view.num_keys, plan.seq_dim)
-            self._check_rows([share], [self._view.num_keys], plan.seq_dim, "keys")
             return self._restore(self._scatter(share), plan.seq_dim, None)
         dim = plan.statistics_dim if kind == "statistics" else plan.seq_dim
-        if kind is None or parts[0].ndim <= dim:  # unknown, or not asked for
-            require(
-                len(parts) == 1 or parts[0].numel() == 0,
-                self._where,
-                f"the module is called {len(parts)} times, and it cannot be known how its output "
-                f"{tuple(parts[0].shape)} is joined",
-                "name each output with outputs=",
-            )
+        if kind is None or parts[0].ndim <= dim:
             return parts[0]
-        rows = self._view.local_length // len(parts)
-        self._check_rows(parts, [rows] * len(parts), dim, "rows")
         if len(parts) > 1 and plan.swaps_tails:
             parts = [parts[0], exchange_head_tail(parts[1].contiguous(), self._view.group)]
         local = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
@@ -149,8 +185,7 @@ class Returned:
             require(
                 part.ndim > dim and part.size(dim) == rows,
                 self._where,
-                f"the output {tuple(part.shape)} must have this rank's {what} ({rows}) in dim "
-                f"{dim}",
+                f"the output {tuple(part.shape)}, {what!r}, must have {rows} rows in dim {dim}",
                 "return what the operator returned, or name each output with outputs=",
             )
 
