@@ -233,12 +233,15 @@ class Gathered:
     ) -> dict[str, Source]:
         states = [one.state for one in self.known if one.gatherer == gatherer]
         states += [sources[name].state() for name in under_way]
-        late: dict[str, Source] = {}
+        late: dict[tuple[object, ...], str] = {}
         for name, source in sources.items():
-            if name not in under_way and source.state() not in states:
-                states.append(source.state())
-                late[name] = source
-        return late
+            state = source.state()
+            if name in under_way or state in states:
+                continue
+            # of two that show the same data, the one with a gradient travels
+            if state not in late or (source.needs_grad and not sources[late[state]].needs_grad):
+                late[state] = name
+        return {name: sources[name] for name in late.values()}
 
 
 def _packs(sources: Mapping[str, Source]) -> list[list[str]]:
