@@ -25,8 +25,8 @@ from hp_tune.kernels.tools import AscendTools, find_ascend_tools
 
 __all__ = ["ascend_rows", "ascend_variants", "cli", "cuda_rows", "main"]
 
-TILES = tuple(2**n for n in range(10, 18))
-"""Elements of a tile: from small ones to what no unified buffer holds."""
+TILES = tuple(2**n for n in range(12, 18))
+"""Elements of a tile: from what always fits to what no unified buffer holds."""
 TOO_LARGE = 2**17
 ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 EVERY = 50
@@ -77,17 +77,15 @@ def ascend_variants(quick: bool) -> list[Variant]:
     """Return every kernel in every case, with tiles from small to too large."""
     launch = default_launch("ascend")
     tiles: Iterable[int] = {launch["tile"], TOO_LARGE} if quick else {launch["tile"], *TILES}
-    found = []
+    found = {}
     for kernel, case in catalog.cases(quick):
         for dtype in catalog.DTYPES[:1] if quick else catalog.DTYPES:
-            seen = set()
             for tile in sorted(tiles):
                 for one in catalog.variants_of(kernel, case, dtype, {**launch, "tile": tile}):
-                    key = tuple(sorted(one.constants.items()))
-                    if key not in seen:  # a tile is no larger than the tensor
-                        found.append(one)
-                    seen.add(key)
-    return found
+                    # a tile is no larger than the tensor, and two layouts may be one kernel
+                    key = (kernel, case.name, dtype, tuple(sorted(one.constants.items())))
+                    found.setdefault(key, one)
+    return list(found.values())
 
 
 def ascend_rows(variants: Sequence[Variant], tools: AscendTools) -> Iterator[AscendRow]:
