@@ -1,8 +1,10 @@
 """Run a benchmark: correct first, then timed, then recorded.
 
     python benchmarks/run.py cp_modes [--rounds 5] [--record FILE.jsonl]
+    python benchmarks/run.py dsa [--device cuda]
 
-A case is a module of ``benchmarks/cases`` with ``run(rounds) -> list[Record]``. Records are printed
+A case is a module of ``benchmarks/cases`` with ``run(rounds) -> list[Record]``, or with
+``run(rounds, device)`` if it can run on something else than the CPU. Records are printed
 as a table; ``--record`` appends them as JSON lines with versions and commit.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import platform
 import subprocess
@@ -31,15 +34,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds, interleaved")
+    parser.add_argument("--device", default="cpu", help="for cases that can run on another one")
     parser.add_argument("--record", type=Path, help="append the rows to this file as JSON lines")
     options = parser.parse_args(argv)
     sys.path.insert(0, str(ROOT / "cases"))
-    rows: list[dict[str, Any]] = importlib.import_module(options.case).run(options.rounds)
+    run = importlib.import_module(options.case).run
+    takes_device = "device" in inspect.signature(run).parameters
+    if options.device != "cpu" and not takes_device:
+        parser.error(f"case {options.case} runs on cpu alone, not on {options.device!r}")
+    rows: list[dict[str, Any]] = (
+        run(options.rounds, options.device) if takes_device else run(options.rounds)
+    )
     show(options.case, rows)
     if options.record is not None:
         with options.record.open("a") as file:
             for row in rows:
-                file.write(json.dumps({"bench": options.case, **row, **provenance()}) + "\n")
+                file.write(
+                    json.dumps({"bench": options.case, **row, **provenance(options.device)}) + "\n"
+                )
     failed = [row["case"] for row in rows if not row["checked"]]
     if failed:
         print(f"not right, so not timed: {', '.join(failed)}", file=sys.stderr)
@@ -56,7 +68,7 @@ def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
-def provenance() -> dict[str, Any]:
+def provenance(device: str) -> dict[str, Any]:
     """Say on what the numbers were taken."""
     import torch
 
@@ -68,7 +80,7 @@ def provenance() -> dict[str, Any]:
         check=False,
     )
     return {
-        "device": f"cpu ({platform.machine()})",
+        "device": f"{device} ({platform.machine()})",
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "commit": commit.stdout.strip() or None,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

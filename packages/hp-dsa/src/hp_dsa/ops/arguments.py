@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hp_dsa.ops.rows import Layout, Lengths, Rows
-from hp_mesh.checks import nearest, require
+from hp_mesh.checks import fail, nearest, require
 
 __all__ = [
     "NO_LIMIT",
@@ -161,20 +161,31 @@ def check_range(rows: Rows, indices: Tensor, block: int) -> None:
     """Require every entry to be -1 or a block that starts inside its own document's keys.
 
     An entry inside the document that the row does not see is no error: it is skipped, as the NPU
-    kernel does. Reads the extremes to the host, once for each document.
+    kernel does. Waits for the device once.
     """
+    if indices.numel() == 0:
+        return
     batched = rows.batched(indices)
-    for number, document in enumerate(rows.documents):
-        own = document.queries(batched)
-        if own.numel() == 0:
-            continue
-        low, high = (int(x) for x in torch.stack(torch.aminmax(own)).tolist())
-        count = -(-document.key_length // block)
-        part = "row" if rows.layout == "BSND" else "document"
-        require(
-            low >= -1 and high < max(count, 1),
-            rows.where,
-            f"sparse_indices ({low if low < -1 else high}) must be -1 or below {count}, the "
-            f"{'keys' if block == 1 else f'blocks of {block} keys'} of {part} {number}",
-            "indices count from the start of their own row or document",
-        )
+    limits = torch.full(batched.shape[:2], NO_LIMIT)
+    for document in rows.documents:
+        document.queries(limits).fill_(-(-document.key_length // block))
+    limits = limits.to(indices.device)
+    low, high = torch.aminmax(batched.flatten(2), dim=2)
+    wrong = ((low < -1) | (high >= limits.clamp(min=1))) & (limits < NO_LIMIT)  # no padding rows
+    if not bool(wrong.any()):
+        return
+    number, document = next(
+        (number, document)
+        for number, document in enumerate(rows.documents)
+        if bool(document.queries(wrong).any())
+    )
+    own = document.queries(wrong)
+    least, most = int(document.queries(low)[own].min()), int(document.queries(high)[own].max())
+    count = -(-document.key_length // block)
+    unit = "keys" if block == 1 else f"blocks of {block} keys"
+    raise fail(
+        rows.where,
+        f"sparse_indices ({least if least < -1 else most}) must be -1 or below {count}, the "
+        f"{unit} of {'row' if rows.layout == 'BSND' else 'document'} {number}",
+        "indices count from the start of their own row or document",
+    )
