@@ -27,7 +27,9 @@ logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 @contextmanager
 def npu() -> Iterator[None]:
     """Let tensors of `DEVICE` be made and computed with; real CPU tensors may join them."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    # what is set below is this thread's, so backward must run on it, too
+    backward_here = torch.autograd.set_multithreading_enabled(False)
+    with FakeTensorMode(allow_non_fake_inputs=True), backward_here:
         # or `torch.tensor(numbers, device=...)` would copy them to a device before it is faked
         torch._C._set_only_lift_cpu_tensors(True)
         try:

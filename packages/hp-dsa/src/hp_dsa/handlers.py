@@ -293,6 +293,10 @@ class _Call:
         return x.narrow(self.plan.seq_dim, window.keys[0], window.num_keys)
 
     def _call(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
+        if isinstance(self.func, (torch._ops.OpOverloadPacket, torch._ops.OpOverload)):
+            # torch_npu's kernels want dense tensors, and a cut of keys is none; ours see to it
+            dense = {id(x): x.contiguous() for x in given.values() if isinstance(x, Tensor)}
+            given = {name: dense.get(id(x), x) for name, x in given.items()}
         args = []
         for name in self.operator.positional:
             if name not in given:
