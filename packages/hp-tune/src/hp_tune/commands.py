@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from hp_tune.errors import UsageError
+from hp_tune.kernels.command import kernels
 
 if TYPE_CHECKING:
     from hp_tune.cluster import Cluster
@@ -101,6 +102,9 @@ def search(**options: Any) -> None:
     assert result.plan is not None, "a search that returns has a plan"
     write(result.plan, options["out"])
     show(result, options["out"])
+
+
+cli.add_command(kernels)
 
 
 @cli.command()

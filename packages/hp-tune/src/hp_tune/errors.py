@@ -10,6 +10,7 @@ __all__ = [
     "StudyError",
     "TuneError",
     "UsageError",
+    "WrongResultError",
 ]
 
 
@@ -52,6 +53,13 @@ class MissingToolsError(TuneError):
 
     exit_code = 5
     id = "missing-tools"
+
+
+class WrongResultError(TuneError):
+    """A kernel that was checked does not give what its reference gives."""
+
+    exit_code = 7
+    id = "wrong-result"
 
 
 class StudyError(TuneError):

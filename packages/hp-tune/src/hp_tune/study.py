@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import FrozenTrial
 
-__all__ = ["Point", "Recorded", "point_key", "read_study", "record"]
+__all__ = ["Point", "Recorded", "open_study", "point_key", "read_study", "record"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def record(
         if dropped:
             tell(f"{path} ended in the middle of a record: dropped {dropped} bytes and went on")
         try:
-            study = _open(path, name, inputs)
+            study = open_study(path, name, inputs)
             known = _keys(study, path)
             missing = [point for point in points if point_key(point.config) not in known]
             for point in missing:
@@ -103,7 +103,8 @@ def read_study(path: Path) -> tuple[str, dict[str, Any], list[FrozenTrial]]:
     return study.study_name, study.user_attrs, study.get_trials(deepcopy=False)
 
 
-def _open(path: Path, name: str, inputs: Mapping[str, Any]) -> Study:
+def open_study(path: Path, name: str, inputs: Mapping[str, Any]) -> Study:
+    """Return the study in ``path``, made if it is not there; one of other inputs is refused."""
     import optuna
 
     storage = open_storage(path)
