@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hp_dsa.gather_cache import DSAGatherCache
     from hp_dsa.loss import normalize_loss
     from hp_dsa.plan import DSAPlan, make_plan
-    from hp_dsa.style import (
+    from hp_dsa.styles import (
         DSAIndexerContextParallel,
         DSAIndexerLossContextParallel,
         DSASparseAttentionContextParallel,
@@ -52,10 +52,10 @@ __getattr__, __dir__ = lazy_names(
         "AsyncDSAIndexerLossContextParallel": "hp_dsa.async_style",
         "AsyncDSASparseAttentionContextParallel": "hp_dsa.async_style",
         "DSAGatherCache": "hp_dsa.gather_cache",
-        "DSAIndexerContextParallel": "hp_dsa.style",
-        "DSAIndexerLossContextParallel": "hp_dsa.style",
+        "DSAIndexerContextParallel": "hp_dsa.styles",
+        "DSAIndexerLossContextParallel": "hp_dsa.styles",
         "DSAPlan": "hp_dsa.plan",
-        "DSASparseAttentionContextParallel": "hp_dsa.style",
+        "DSASparseAttentionContextParallel": "hp_dsa.styles",
         "Handoff": "hp_mesh.handoff",
         "attention_window": "hp_mesh.view",
         "flatten_mesh": "hp_mesh.mesh",

@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from hp_dsa.async_boundary import AsyncDSABoundary
 from hp_dsa.boundary import DSABoundary
 from hp_dsa.plan import DSAPlan
-from hp_dsa.style import (
+from hp_dsa.style import DSAStyle
+from hp_dsa.styles import (
     DSAIndexerContextParallel,
     DSAIndexerLossContextParallel,
     DSASparseAttentionContextParallel,
-    DSAStyle,
 )
 from hp_mesh.boundary import boundary_of
 

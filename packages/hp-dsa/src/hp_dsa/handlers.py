@@ -14,7 +14,6 @@ There is no way past the cut: it is made where local tensors are made. A module 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,14 +22,15 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from hp_comm import exchange_head_tail
 from hp_dsa import ops
+from hp_dsa.operands import Operands
 from hp_dsa.operators import NPU, OPERATORS, Operator, Result
-from hp_dsa.view import DSAView, Lengths
-from hp_mesh._torch import from_local, redistribute, to_local
-from hp_mesh.checks import fail, require
+from hp_dsa.view import DSAView
+from hp_mesh._torch import from_local
+from hp_mesh.checks import require
 from hp_mesh.documents import KeyWindow
 from hp_mesh.view import View, register_handler
 
-__all__ = ["join_keys", "read_lengths", "register_dsa_handlers"]
+__all__ = ["join_keys", "register_dsa_handlers"]
 
 
 def register_dsa_handlers() -> None:
@@ -40,19 +40,6 @@ def register_dsa_handlers() -> None:
     for name, operator in NPU.items():
         handler = _Handler(name.rpartition(":")[2], operator)
         register_handler(name, handler, knows_rows=True)
-
-
-def read_lengths(where: str, name: str, given: Any) -> list[int] | None:
-    """Return lengths on the host; a tensor on a device is waited for."""
-    if given is None:
-        return None
-    numbers = given.tolist() if isinstance(given, Tensor) else list(given)
-    require(
-        all(isinstance(n, int) and not isinstance(n, bool) for n in numbers),
-        where,
-        f"{name} ({numbers}) must be integers, a list or a tensor of one dim",
-    )
-    return numbers
 
 
 def join_keys(
@@ -104,22 +91,22 @@ class _Call:
         given: dict[str, Any],
         where: str,
     ) -> None:
-        self.view, self.func, self.operator = view, func, operator
-        self.given, self.where = given, where
-        self.query: Tensor = given[operator.positional[0]]
+        self.view, self.func, self.operator, self.given = view, func, operator, given
+        self.operands = Operands(view, operator, given, where)
+        self.query = self.operands.query
         self.plan = view.plan
 
     def run(self) -> Any:
         """Cut, call for each window, join, wrap."""
-        self._check_layout()
-        self._refuse_cut_heads()
-        op, plan = self.operator, self.plan
+        found, op, plan = self.operands, self.operator, self.plan
+        found.check_layout()
+        found.refuse_cut_heads()
         dims = dict.fromkeys(op.rows, plan.seq_dim)
         dims |= dict.fromkeys(op.statistics, plan.statistics_dim)
-        rows = {n: self._rows(n, self.given[n], d) for n, d in dims.items() if self._has(n)}
-        keys = self._keys()
+        rows = {n: found.rows(n, self.given[n], d) for n, d in dims.items() if found.has(n)}
+        keys = found.keys()
         batch = rows[op.positional[0]].size(0)
-        lengths = self._lengths()
+        lengths = found.lengths()
         causal = self.given.get("sparse_mode", 3) == 3
         windows = self.view.windows(batch, lengths, causal)
         parts = []
@@ -132,135 +119,6 @@ class _Call:
             here |= {name: cut[id(x)] for name, x in keys.items()}
             parts.append(self._call({**self.given, **here, **self._window_lengths(window)}))
         return self._join(parts, windows)
-
-    def _has(self, name: str) -> bool:
-        return isinstance(self.given.get(name), Tensor)
-
-    def _check_layout(self) -> None:
-        for name in self.operator.layouts:
-            layout = self.given.get(name, "BSND")
-            require(
-                layout == self.plan.layout,
-                self.where,
-                f"{name} ({layout!r}) must be the style's layout ({self.plan.layout!r})",
-                f"construct the style with layout={layout!r}, or pass {name}={self.plan.layout!r}",
-            )
-
-    def _refuse_cut_heads(self) -> None:
-        """Scores are sums over all index heads, the loss needs the mean over all heads."""
-        if "attention" in self.operator.results:
-            return
-        for name in self.operator.rows:
-            x = self.given.get(name)
-            if not isinstance(x, DTensor) or not self.view.owns(x):
-                continue
-            cut = [p for axis, p in enumerate(x.placements) if axis != self.view.cp_axis]
-            require(
-                not any(isinstance(p, Shard) for p in cut),
-                self.where,
-                f"{name} with placements {x.placements} must be whole on the axes that are not CP",
-                "gather its heads over TP first: scores and the loss are sums over all heads",
-            )
-
-    def _rows(self, name: str, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's rows of ``x`` as a plain tensor."""
-        view = self.view
-        if view.owns(x):
-            assert isinstance(x, DTensor), "the view's own"
-            placements = list(x.placements)
-            present = placements[view.cp_axis]
-            if present.is_replicate():
-                placements[view.cp_axis] = Shard(dim)
-                x = redistribute(x, placements)
-            elif not present.is_shard(dim):
-                raise fail(
-                    self.where,
-                    f"{name} with placements {tuple(placements)} must be Shard({dim}) on the CP "
-                    "axis",
-                    "pass it as the module received it",
-                )
-            return to_local(x, view.partial_grads(x.placements))
-        size = x.size(dim)
-        if size == view.local_length:
-            return x
-        require(
-            size == view.num_queries and not self.plan.load_balance,
-            self.where,
-            f"{name} (shape {tuple(x.shape)}) has {size} rows in dim {dim}, which must be this "
-            f"rank's ({view.local_length})",
-            "pass it as the module received it",
-        )
-        return x.narrow(dim, view.rank * view.local_length, view.local_length)
-
-    def _keys(self) -> dict[str, Tensor]:
-        """Return the whole keys as plain tensors; one that came twice is one."""
-        found: dict[int, Tensor] = {}
-        for name in self.operator.keys:
-            x = self.given.get(name)
-            if isinstance(x, Tensor) and id(x) not in found:
-                found[id(x)] = self._whole(name, x)
-        return {n: found[id(self.given[n])] for n in self.operator.keys if self._has(n)}
-
-    def _whole(self, name: str, x: Tensor) -> Tensor:
-        view, dim = self.view, self.plan.seq_dim
-        if view.owns(x):
-            assert isinstance(x, DTensor), "the view's own"
-            require(
-                x.placements[view.cp_axis].is_replicate(),
-                self.where,
-                f"{name} with placements {x.placements} must be Replicate() on the CP axis",
-                "pass it as the module received it; a key side is gathered by the boundary",
-            )
-            x = to_local(x, view.key_grads(x.placements, self.query))
-        require(
-            x.size(dim) == view.num_keys,
-            self.where,
-            f"{name} (shape {tuple(x.shape)}) has {x.size(dim)} rows in dim {dim}, which must be "
-            f"all keys ({view.num_keys})",
-            "pass it as the module received it",
-        )
-        return x
-
-    def _lengths(self) -> Lengths:
-        """Return the lengths of the whole sequence, checked alike on all ranks."""
-        view, names = self.view, self.operator.lengths
-        totals = (view.num_queries, view.num_keys)
-        queries, keys = (read_lengths(self.where, n, self.given.get(n)) for n in names)
-        if self.plan.layout == "BSND":
-            for name, given, total in zip(names, (queries, keys), totals, strict=True):
-                require(
-                    given is None or all(0 <= n <= total for n in given),
-                    self.where,
-                    f"{name} ({given}) must be valid lengths of at most {total}",
-                )
-            return queries, keys
-        for name, given, total in zip(names, (queries, keys), totals, strict=True):
-            if given is None:
-                raise fail(
-                    self.where,
-                    f'{name} (None) must hold the cumulative ends of the documents for "TND"',
-                    f"pass [{total}] for a single document",
-                )
-            require(
-                bool(given) and all(a <= b for a, b in pairwise([0, *given])),
-                self.where,
-                f"{name} ({given}) must be cumulative ends that do not fall",
-            )
-            require(
-                given[-1] == total,
-                self.where,
-                f"{name} (last end {given[-1]}) must end at the length of the whole sequence "
-                f"({total}: {total // self.plan.cp_size} local rows on {self.plan.cp_size} ranks)",
-                "lengths are those of the whole sequence; make padding a document of its own",
-            )
-        assert queries is not None and keys is not None, "checked above"
-        require(
-            len(queries) == len(keys),
-            self.where,
-            f"{names[0]} ({len(queries)} ends) must have as many entries as {names[1]} "
-            f"({len(keys)} ends)",
-        )
-        return queries, keys
 
     def _window_lengths(self, window: KeyWindow) -> dict[str, Any]:
         """Return the lengths of a window in the form in which those of the sequence came."""

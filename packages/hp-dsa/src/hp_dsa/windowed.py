@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hp_comm import exchange_head_tail
-from hp_dsa.handlers import read_lengths
 from hp_dsa.inputs import Inputs
+from hp_dsa.operands import read_lengths
 from hp_dsa.view import DSAView
 from hp_mesh.arguments import replace_slots
 from hp_mesh.checks import require

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hp_dsa import ops
 from hp_dsa.gather_cache import DSAGatherCache
-from hp_dsa.style import (
+from hp_dsa.styles import (
     DSAIndexerContextParallel,
     DSAIndexerLossContextParallel,
     DSASparseAttentionContextParallel,

@@ -1,0 +1,183 @@
+"""The operands of an operator as plain tensors of this rank, and the lengths of the whole sequence.
+
+Queries, indices and statistics become this rank's rows, keys become whole; `hp_dsa.handlers` cuts
+keys to a window. What does not line up is refused, with the same text on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from hp_dsa.operators import Operator
+from hp_dsa.view import DSAView, Lengths
+from hp_mesh._torch import redistribute, to_local
+from hp_mesh.checks import fail, require
+
+__all__ = ["Operands", "read_lengths"]
+
+
+def read_lengths(where: str, name: str, given: Any) -> list[int] | None:
+    """Return lengths on the host; a tensor on a device is waited for."""
+    if given is None:
+        return None
+    numbers = given.tolist() if isinstance(given, Tensor) else list(given)
+    require(
+        all(isinstance(n, int) and not isinstance(n, bool) for n in numbers),
+        where,
+        f"{name} ({numbers}) must be integers, a list or a tensor of one dim",
+    )
+    return numbers
+
+
+class Operands:
+    """The arguments of one call of an operator.
+
+    Args:
+        view: The view that it runs under.
+        operator: Which argument is what.
+        given: The arguments by name.
+        where: The style and the operator, for messages.
+    """
+
+    def __init__(
+        self, view: DSAView, operator: Operator, given: Mapping[str, Any], where: str
+    ) -> None:
+        self.view, self.operator, self.given, self.where = view, operator, given, where
+        self.plan = view.plan
+        self.query: Tensor = given[operator.positional[0]]
+
+    def has(self, name: str) -> bool:
+        """Whether the call holds a tensor of this name."""
+        return isinstance(self.given.get(name), Tensor)
+
+    def check_layout(self) -> None:
+        """Require the operator to be called in the layout of the style."""
+        for name in self.operator.layouts:
+            layout = self.given.get(name, "BSND")
+            require(
+                layout == self.plan.layout,
+                self.where,
+                f"{name} ({layout!r}) must be the style's layout ({self.plan.layout!r})",
+                f"construct the style with layout={layout!r}, or pass {name}={self.plan.layout!r}",
+            )
+
+    def refuse_cut_heads(self) -> None:
+        """Scores are sums over all index heads, the loss needs the mean over all heads."""
+        if "attention" in self.operator.results:
+            return
+        for name in self.operator.rows:
+            x = self.given.get(name)
+            if not isinstance(x, DTensor) or not self.view.owns(x):
+                continue
+            cut = [p for axis, p in enumerate(x.placements) if axis != self.view.cp_axis]
+            require(
+                not any(isinstance(p, Shard) for p in cut),
+                self.where,
+                f"{name} with placements {x.placements} must be whole on the axes that are not CP",
+                "gather its heads over TP first: scores and the loss are sums over all heads",
+            )
+
+    def rows(self, name: str, x: Tensor, dim: int) -> Tensor:
+        """Return this rank's rows of ``x`` as a plain tensor."""
+        view = self.view
+        if view.owns(x):
+            assert isinstance(x, DTensor), "the view's own"
+            placements = list(x.placements)
+            present = placements[view.cp_axis]
+            if present.is_replicate():
+                placements[view.cp_axis] = Shard(dim)
+                x = redistribute(x, placements)
+            elif not present.is_shard(dim):
+                raise fail(
+                    self.where,
+                    f"{name} with placements {tuple(placements)} must be Shard({dim}) on the CP "
+                    "axis",
+                    "pass it as the module received it",
+                )
+            return to_local(x, view.partial_grads(x.placements))
+        size = x.size(dim)
+        if size == view.local_length:
+            return x
+        require(
+            size == view.num_queries and not self.plan.load_balance,
+            self.where,
+            f"{name} (shape {tuple(x.shape)}) has {size} rows in dim {dim}, which must be this "
+            f"rank's ({view.local_length})",
+            "pass it as the module received it",
+        )
+        return x.narrow(dim, view.rank * view.local_length, view.local_length)
+
+    def keys(self) -> dict[str, Tensor]:
+        """Return the whole keys as plain tensors; one that came twice is one."""
+        found: dict[int, Tensor] = {}
+        for name in self.operator.keys:
+            x = self.given.get(name)
+            if isinstance(x, Tensor) and id(x) not in found:
+                found[id(x)] = self._whole(name, x)
+        return {n: found[id(self.given[n])] for n in self.operator.keys if self.has(n)}
+
+    def _whole(self, name: str, x: Tensor) -> Tensor:
+        view, dim = self.view, self.plan.seq_dim
+        if view.owns(x):
+            assert isinstance(x, DTensor), "the view's own"
+            require(
+                x.placements[view.cp_axis].is_replicate(),
+                self.where,
+                f"{name} with placements {x.placements} must be Replicate() on the CP axis",
+                "pass it as the module received it; a key side is gathered by the boundary",
+            )
+            x = to_local(x, view.key_grads(x.placements, self.query))
+        require(
+            x.size(dim) == view.num_keys,
+            self.where,
+            f"{name} (shape {tuple(x.shape)}) has {x.size(dim)} rows in dim {dim}, which must be "
+            f"all keys ({view.num_keys})",
+            "pass it as the module received it",
+        )
+        return x
+
+    def lengths(self) -> Lengths:
+        """Return the lengths of the whole sequence, checked alike on all ranks."""
+        view, names = self.view, self.operator.lengths
+        totals = (view.num_queries, view.num_keys)
+        queries, keys = (read_lengths(self.where, n, self.given.get(n)) for n in names)
+        if self.plan.layout == "BSND":
+            for name, given, total in zip(names, (queries, keys), totals, strict=True):
+                require(
+                    given is None or all(0 <= n <= total for n in given),
+                    self.where,
+                    f"{name} ({given}) must be valid lengths of at most {total}",
+                )
+            return queries, keys
+        for name, given, total in zip(names, (queries, keys), totals, strict=True):
+            if given is None:
+                raise fail(
+                    self.where,
+                    f'{name} (None) must hold the cumulative ends of the documents for "TND"',
+                    f"pass [{total}] for a single document",
+                )
+            require(
+                bool(given) and all(a <= b for a, b in pairwise([0, *given])),
+                self.where,
+                f"{name} ({given}) must be cumulative ends that do not fall",
+            )
+            require(
+                given[-1] == total,
+                self.where,
+                f"{name} (last end {given[-1]}) must end at the length of the whole sequence "
+                f"({total}: {total // self.plan.cp_size} local rows on {self.plan.cp_size} ranks)",
+                "lengths are those of the whole sequence; make padding a document of its own",
+            )
+        assert queries is not None and keys is not None, "checked above"
+        require(
+            len(queries) == len(keys),
+            self.where,
+            f"{names[0]} ({len(queries)} ends) must have as many entries as {names[1]} "
+            f"({len(keys)} ends)",
+        )
+        return queries, keys
