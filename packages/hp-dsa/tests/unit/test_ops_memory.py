@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hp_dsa.ops import tiled_indexer, tiles
+from hp_dsa.ops import tiles
 from hp_mesh.testing import largest_allocation, peak_memory, randn
 
 from ._inputs import Case, Inputs
@@ -83,14 +83,14 @@ def test_memory_grows_with_the_sequence_not_with_its_square(
 def test_tiles_that_no_row_sees_are_not_scored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the square, and at most a tile's rows more."""
     scored = 0
-    score = tiles.index_scores
+    score = tiles.IndexScores.forward
 
-    def count(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+    def count(self: tiles.IndexScores, q: Tensor, k: Tensor, w: Tensor) -> Tensor:
         nonlocal scored
         scored += q.shape[0] * k.shape[0]
-        return score(q, k, w)
+        return score(self, q, k, w)
 
-    monkeypatch.setattr(tiled_indexer, "index_scores", count)
+    monkeypatch.setattr(tiles.IndexScores, "forward", count)
     S, rows = 320, 32
     inputs(S).indexer(7)
 

@@ -16,6 +16,7 @@ __all__ = ["Gradients", "Operators", "implementation"]
 _HOMES = {
     "reference": "hp_dsa.ops.reference",
     "tiled": "hp_dsa.ops.tiled",
+    "triton": "hp_dsa.ops.launch",
     "npu": "hp_dsa._npu",
 }
 

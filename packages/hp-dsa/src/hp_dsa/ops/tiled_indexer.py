@@ -11,11 +11,12 @@ from torch.autograd.function import once_differentiable
 
 from hp_dsa.ops.rows import Document, Rows
 from hp_dsa.ops.tiles import (
+    TORCH_SCORES,
+    IndexScores,
     Selection,
     add_score_gradient,
     gathered_rows,
     head_tile,
-    index_scores,
     like_input,
     precise,
     row_tiles,
@@ -35,6 +36,7 @@ def lightning_indexer(
     rows: Rows,
     sparse_count: int,
     return_value: bool,
+    scores: IndexScores = TORCH_SCORES,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.lightning_indexer`.
 
@@ -43,17 +45,25 @@ def lightning_indexer(
     """
     if not return_value:
         with torch.no_grad():
-            return _search(query, key, weights, rows, sparse_count)[0], query.new_empty(0)
-    found = _Indexer.apply(query, key, weights, rows, sparse_count)  # type: ignore[no-untyped-call]
+            return _search(query, key, weights, rows, sparse_count, scores)[0], query.new_empty(0)
+    found = _Indexer.apply(  # type: ignore[no-untyped-call]
+        query, key, weights, rows, sparse_count, scores
+    )
     return cast(tuple[Tensor, Tensor], found)
 
 
 class _Indexer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, weights: Tensor, rows: Rows, count: int
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        weights: Tensor,
+        rows: Rows,
+        count: int,
+        scores: IndexScores,
     ) -> tuple[Tensor, Tensor]:
-        indices, values = _search(query, key, weights, rows, count)
+        indices, values = _search(query, key, weights, rows, count, scores)
         ctx.save_for_backward(query, key, weights, indices)
         ctx.rows = rows
         ctx.mark_non_differentiable(indices)
@@ -63,11 +73,12 @@ class _Indexer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _: Tensor, d_values: Tensor) -> tuple[Tensor | None, ...]:
         query, key, weights, indices = ctx.saved_tensors
-        return *_gradients(query, key, weights, indices, d_values, ctx.rows), None, None
+        gradients = _gradients(query, key, weights, indices, d_values, ctx.rows)
+        return *gradients, None, None, None
 
 
 def _search(
-    query: Tensor, key: Tensor, weights: Tensor, rows: Rows, count: int
+    query: Tensor, key: Tensor, weights: Tensor, rows: Rows, count: int, scores: IndexScores
 ) -> tuple[Tensor, Tensor]:
     q, k, w = (rows.batched(x) for x in (query, key, weights))
     shape = (rows.batch, rows.num_queries, 1, count)
@@ -78,31 +89,33 @@ def _search(
         own_k = document.keys(k)[:, 0]
         own_indices, own_values = document.queries(indices), document.queries(values)
         for first, last in row_tiles(rows, document, tile_size(q).rows):
-            columns, scores = _search_tile(
-                rows, document, first, own_q[first:last], own_k, own_w[first:last], count
-            )
+            tile = own_q[first:last], own_k, own_w[first:last]
+            columns, best = _search_tile(rows, document, first, tile, count, scores)
             visible = rows.visible_counts(document, first, last, query.device)[:, None]
             hidden = torch.arange(columns.shape[1], device=query.device) >= visible
             found = slice(0, columns.shape[1])
             own_indices[first:last, 0, found] = columns.masked_fill_(hidden, -1).int()
-            own_values[first:last, 0, found] = scores.masked_fill_(hidden, -math.inf).to(
-                values.dtype
-            )
+            own_values[first:last, 0, found] = best.masked_fill_(hidden, -math.inf).to(values.dtype)
     return rows.unbatched(indices), rows.unbatched(values)
 
 
 def _search_tile(
-    rows: Rows, document: Document, first: int, q: Tensor, k: Tensor, w: Tensor, count: int
+    rows: Rows,
+    document: Document,
+    first: int,
+    tile: tuple[Tensor, Tensor, Tensor],
+    count: int,
+    index_scores: IndexScores,
 ) -> tuple[Tensor, Tensor]:
     """Return columns and scores of the best keys for the rows from ``first`` on."""
-    q, w = precise(q), precise(w)
+    q, k, w = tile
     end = rows.visible(document, first + q.shape[0] - 1)  # no row of the tile sees more
     certain = rows.visible(document, first)  # every row sees these
     width = max(tile_size(q).elements // (q.shape[0] * head_tile(q.shape[1])), 1)
     best = RunningTopK(count)
     for start in range(0, end, width):
         stop = min(start + width, end)
-        scores = index_scores(q, precise(k[start:stop]), w)
+        scores = index_scores.forward(q, k[start:stop], w)
         if stop > certain:
             visible = rows.visible_counts(document, first, first + q.shape[0], q.device)
             hidden = torch.arange(start, stop, device=q.device) >= visible[:, None]

@@ -11,12 +11,11 @@ from hp_dsa.ops.arguments import check_range
 from hp_dsa.ops.dispatch import Gradients
 from hp_dsa.ops.rows import Document, Rows
 from hp_dsa.ops.tiles import (
+    TORCH_SCORES,
+    IndexScores,
     add_score_gradient,
-    dots,
     gathered_rows,
     head_tile,
-    index_scores,
-    key_tile,
     like_input,
     logits,
     precise,
@@ -126,7 +125,11 @@ def sparse_kl_loss(
 
 
 def dense_softmax_lse(
-    query_index: Tensor, key_index: Tensor, weights: Tensor, rows: Rows
+    query_index: Tensor,
+    key_index: Tensor,
+    weights: Tensor,
+    rows: Rows,
+    index_scores: IndexScores = TORCH_SCORES,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.dense_softmax_lse`. Memory: a tile of scores."""
     q, k, w = (rows.batched(x) for x in (query_index, key_index, weights))
@@ -136,12 +139,12 @@ def dense_softmax_lse(
     for document in rows.documents:
         own_max, own_sum = document.queries(maximum, 2)[0], document.queries(total, 2)[0]
         for first, last in row_tiles(rows, document, tile_size(q).rows):
-            q_tile, w_tile = (query_tile(document, x, first, last) for x in (q, w))
+            q_tile, w_tile = (document.queries(x)[first:last] for x in (q, w))
             m = torch.full_like(own_max[first:last], -math.inf)
             z = torch.zeros_like(m)
             for start, stop in _key_tiles(rows, document, first, last, area):
-                k_tile = key_tile(document, k, start, stop)[:, 0]
-                scores = index_scores(q_tile, k_tile, w_tile)
+                k_tile = document.keys(k)[start:stop, 0]
+                scores = index_scores.forward(q_tile, k_tile, w_tile)
                 hidden = _hidden(rows, document, first, last, start, stop, q.device)
                 if hidden is not None:
                     scores.masked_fill_(hidden, -math.inf)
@@ -167,8 +170,9 @@ def dense_kl_loss(
     query_rope: Tensor | None,
     key_rope: Tensor | None,
     gradients: bool,
+    index_scores: IndexScores = TORCH_SCORES,
 ) -> Gradients:
-    """See `reference.dense_kl_loss`. Memory: a tile of scores for all index heads.
+    """See `reference.dense_kl_loss`. Memory: a tile of scores for a few index heads.
 
     Attention's heads are added one after the other; no tile of all of them is made.
     """
@@ -178,11 +182,10 @@ def dense_kl_loss(
         for x in (query, key, softmax_max, softmax_sum, softmax_max_index, softmax_sum_index)
     )
     q_rope, k_rope = (None if x is None else rows.batched(x) for x in (query_rope, key_rope))
-    area = tile_size(q).elements // (sums.query.shape[2] + 4)
+    area = tile_size(q).elements // head_tile(sums.query.shape[2])
     for document in rows.documents:
         for first, last in row_tiles(rows, document, tile_size(q).rows):
-            index_q = query_tile(document, sums.query, first, last)
-            index_w = query_tile(document, sums.weights, first, last)
+            index_q, index_w = (document.queries(x)[first:last] for x in (sums.query, sums.weights))
             log_z = (
                 document.queries(m_index, 2)[0, first:last]
                 + document.queries(z_index, 2)[0, first:last].log()
@@ -199,9 +202,9 @@ def dense_kl_loss(
                     own_m,
                     own_z,
                 )
-                index_k = key_tile(document, sums.key, start, stop)[:, 0]
-                relu = dots(index_q, index_k).relu_()
-                log_q = torch.bmm(index_w[:, None], relu).squeeze(1).sub_(precise(log_z)[:, None])
+                index_k = document.keys(sums.key)[start:stop, 0]
+                log_q = index_scores.forward(index_q, index_k, index_w)
+                log_q.sub_(precise(log_z)[:, None])
                 if hidden is not None:
                     target.masked_fill_(hidden, 0.0)
                     log_q.masked_fill_(hidden, 0.0)
@@ -212,7 +215,7 @@ def dense_kl_loss(
                         d_scores.masked_fill_(hidden, 0.0)
                     d_q, d_keys, d_w = sums.of_tile(document, first, last)
                     into = d_q, d_keys[start:stop], d_w
-                    _add_dense_gradient(d_scores, relu, index_q, index_k, index_w, into)
+                    index_scores.add_gradient(d_scores, index_q, index_k, index_w, into)
     return sums.result()
 
 
@@ -280,23 +283,3 @@ def _dense_target(
 def _divergence(target: Tensor, log_q: Tensor) -> Tensor:
     """Return ``sum p (log p - log q)`` in double; ``p = 0`` adds nothing."""
     return (torch.xlogy(target, target) - target * log_q).sum(dtype=torch.float64)
-
-
-def _add_dense_gradient(
-    d_scores: Tensor,
-    relu: Tensor,
-    q: Tensor,
-    k: Tensor,
-    w: Tensor,
-    into: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    """Add what the gradient of a tile of index scores, ``[rows, keys]``, makes of its inputs.
-
-    ``relu`` ``[rows, N1, keys]`` is overwritten; ``into`` holds the gradients of q, of the tile's
-    keys and of w.
-    """
-    d_q, d_k, d_w = into
-    d_w += torch.bmm(relu, d_scores[..., None]).squeeze(-1)
-    d_dots = relu.sign_().mul_(d_scores[:, None]).flatten(0, 1)  # times w, on the smaller factor
-    d_q.addcmul_((d_dots @ k).view_as(q), w[..., None])
-    d_k.addmm_(d_dots.T, (q * w[..., None]).flatten(0, 1))

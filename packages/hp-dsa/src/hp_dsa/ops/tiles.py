@@ -12,14 +12,13 @@ from hp_dsa.ops.rows import Document, Rows
 
 __all__ = [
     "SIZES",
+    "TORCH_SCORES",
+    "IndexScores",
     "Selection",
     "TileSize",
     "add_score_gradient",
-    "dots",
     "gathered_rows",
     "head_tile",
-    "index_scores",
-    "key_tile",
     "like_input",
     "logits",
     "precise",
@@ -127,11 +126,6 @@ def query_tile(document: Document, x: Tensor, first: int, last: int) -> Tensor:
     return precise(document.queries(x)[first:last])
 
 
-def key_tile(document: Document, x: Tensor, start: int, stop: int) -> Tensor:
-    """Return keys ``[start, stop)`` of a document, from ``[B, S2, N2, D]``, precise."""
-    return precise(document.keys(x)[start:stop])
-
-
 def taken_keys(document: Document, x: Tensor, tokens: Tensor) -> Tensor:
     """Return the keys of the tokens, from ``[B, S2, 1, D]``: ``[rows, K, D]``, precise."""
     return take(document.keys(x)[:, 0], tokens)
@@ -158,33 +152,74 @@ def logits(
     return dots.mul_(scale)
 
 
+class IndexScores:
+    """How a tile of index scores and its gradient are computed; kernels replace it."""
+
+    def forward(self, q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+        """Score keys: ``sum_n w[r, n] relu(q[r, n] . k[s])``, a few heads at a time.
+
+        Args:
+            q: ``[rows, N1, D]``.
+            k: ``[keys, D]``.
+            w: ``[rows, N1]``.
+
+        Returns:
+            ``[rows, keys]``, precise.
+        """
+        q, k, w = precise(q), precise(k), precise(w)
+        scores = q.new_zeros(q.shape[0], 1, k.shape[0])
+        step = head_tile(q.shape[1])
+        for head in range(0, q.shape[1], step):
+            relu = _dots(q[:, head : head + step], k).relu_()
+            scores.baddbmm_(w[:, None, head : head + step], relu)
+        return scores.squeeze(1)
+
+    def add_gradient(
+        self,
+        d_scores: Tensor,
+        q: Tensor,
+        k: Tensor,
+        w: Tensor,
+        into: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Add what the gradient of the scores, ``[rows, keys]``, makes of their inputs.
+
+        ``into`` holds the gradients of q, of the tile's keys and of w, precise.
+        """
+        q, k, w = precise(q), precise(k), precise(w)
+        step = head_tile(q.shape[1])
+        for head in range(0, q.shape[1], step):
+            heads = slice(head, head + step)
+            _add_head_gradient(d_scores, q[:, heads], k, w[:, heads], into, heads)
+
+
+TORCH_SCORES = IndexScores()
+
+
 def head_tile(num_heads: int) -> int:
     """Return how many index heads are scored in one product."""
     return min(num_heads, 8)
 
 
-def index_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
-    """Score a tile of keys, a few heads at a time.
-
-    Args:
-        q: ``[rows, N1, D]``, precise.
-        k: ``[keys, D]``, precise.
-        w: ``[rows, N1]``, precise.
-
-    Returns:
-        ``[rows, keys]``.
-    """
-    scores = q.new_zeros(q.shape[0], 1, k.shape[0])
-    step = head_tile(q.shape[1])
-    for head in range(0, q.shape[1], step):
-        relu = dots(q[:, head : head + step], k).relu_()
-        scores.baddbmm_(w[:, None, head : head + step], relu)
-    return scores.squeeze(1)
-
-
-def dots(q: Tensor, k: Tensor) -> Tensor:
+def _dots(q: Tensor, k: Tensor) -> Tensor:
     """Return ``q k`` of rows and heads with shared keys ``[keys, D]``: ``[rows, heads, keys]``."""
     return (q.flatten(0, 1) @ k.T).view(*q.shape[:2], -1)
+
+
+def _add_head_gradient(
+    d_scores: Tensor,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    into: tuple[Tensor, Tensor, Tensor],
+    heads: slice,
+) -> None:
+    d_q, d_k, d_w = into
+    relu = _dots(q, k).relu_()
+    d_w[:, heads] += torch.bmm(relu, d_scores[..., None]).squeeze(-1)
+    d_dots = relu.sign_().mul_(d_scores[:, None]).flatten(0, 1)  # times w, on the smaller factor
+    d_q[:, heads].addcmul_((d_dots @ k).view_as(q), w[..., None])
+    d_k.addmm_(d_dots.T, (q * w[..., None]).flatten(0, 1))
 
 
 def add_score_gradient(
