@@ -14,8 +14,8 @@ from hp_dsa import (
     DSAIndexerContextParallel,
     DSAIndexerLossContextParallel,
     DSASparseAttentionContextParallel,
-    handlers,
     init_device_mesh,
+    operands,
     ops,
 )
 
@@ -126,8 +126,8 @@ class Loss(nn.Module):
 def numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     # or lengths of one document would be kept as a real tensor, there as well
     monkeypatch.setattr("torch._subclasses.fake_tensor.CONSTANT_NUMEL_LIMIT", 0)
-    monkeypatch.setattr("hp_dsa.handlers.read_lengths", known(handlers.read_lengths))
-    monkeypatch.setattr("hp_dsa.windowed.read_lengths", known(handlers.read_lengths))
+    monkeypatch.setattr("hp_dsa.operands.read_lengths", known(operands.read_lengths))
+    monkeypatch.setattr("hp_dsa.windowed.read_lengths", known(operands.read_lengths))
 
 
 @pytest.fixture(params=[0, 2, P - 1], ids=lambda rank: f"rank{rank}")
