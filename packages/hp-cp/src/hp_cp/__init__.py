@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from hp_mesh.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from hp_comm.kernels.arithmetic import HeadWork
     from hp_cp.async_style import AsyncContextParallel
     from hp_cp.plan import Plan, make_plan
+    from hp_cp.prepared import PreparedAttention
     from hp_cp.style import ContextParallel
     from hp_mesh.handoff import Handoff
     from hp_mesh.mesh import flatten_mesh, init_device_mesh
@@ -22,7 +24,9 @@ __all__ = [
     "AsyncContextParallel",
     "ContextParallel",
     "Handoff",
+    "HeadWork",
     "Plan",
+    "PreparedAttention",
     "attention_window",
     "flatten_mesh",
     "init_device_mesh",
@@ -36,7 +40,9 @@ __getattr__, __dir__ = lazy_names(
         "AsyncContextParallel": "hp_cp.async_style",
         "ContextParallel": "hp_cp.style",
         "Handoff": "hp_mesh.handoff",
+        "HeadWork": "hp_comm.kernels.arithmetic",
         "Plan": "hp_cp.plan",
+        "PreparedAttention": "hp_cp.prepared",
         "attention_window": "hp_mesh.view",
         "flatten_mesh": "hp_mesh.mesh",
         "init_device_mesh": "hp_mesh.mesh",

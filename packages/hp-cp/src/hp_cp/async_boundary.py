@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hp_comm import Handle, gather_seq, preflight, seq_to_head
+from hp_comm import Handle, HeadWork, gather_seq, preflight, seq_to_head
 from hp_cp.core_boundary import Call, CPBoundary
 from hp_cp.inputs import LABELS, LENGTH, Inputs, advise
 from hp_cp.plan import HeadTable
+from hp_cp.prepared import check_work, describe, done
 from hp_mesh.handoff import split_output
 from hp_mesh.handoffs import HandoffState, TakesHandoffs
 
@@ -45,9 +46,13 @@ class AsyncBoundary(TakesHandoffs, CPBoundary):
             return f"the last dim of its output {list(output.shape)} is not the sum of {split}"
         return super().unusable(output)
 
-    def compare_ahead(self, handoff: HandoffState, x: Tensor, context: _Context) -> None:
+    def compare_ahead(
+        self, handoff: HandoffState, x: Tensor, context: _Context, work: HeadWork | None
+    ) -> None:
         """Let the ranks compare what they are about to send."""
-        (seq_dim, _), _ = context
+        (seq_dim, head_dim), _ = context
+        if work is not None:
+            check_work(f"{self.where}: {handoff.name}", x, work, head_dim)
         preflight(
             self.group,
             f"{self.where}: {handoff.name} handed off by {handoff.module}",
@@ -58,18 +63,25 @@ class AsyncBoundary(TakesHandoffs, CPBoundary):
                 ],
                 "dtype": x.dtype,
                 "requires_grad": x.requires_grad,
+                "work": describe(work),
             },
             call_index=1,  # the boundary's first call has been compared
             way_out=lambda differing: advise(self.plan, differing),
         )
 
-    def launch_ahead(self, name: str, x: Tensor, context: _Context) -> Handle[Tensor]:
+    def launch_ahead(
+        self, name: str, x: Tensor, context: _Context, work: HeadWork | None
+    ) -> Handle[Tensor]:
         """Start the exchange of q, k or v."""
         (seq_dim, head_dim), table = context
         if self.ulysses_group is None:
             assert self.colossal_group is not None, "one rank has no handoffs"
             return gather_seq(
-                x, self.colossal_group, seq_dim=seq_dim, dense=self.wants_dense, async_op=True
+                done(x, work),
+                self.colossal_group,
+                seq_dim=seq_dim,
+                dense=self.wants_dense,
+                async_op=True,
             )
         return seq_to_head(
             x,
@@ -78,6 +90,7 @@ class AsyncBoundary(TakesHandoffs, CPBoundary):
             head_dim=head_dim,
             heads=None if name == "q" else table.kv_sent,
             dense=self.exchanges_dense,
+            work=work,
             async_op=True,
         )
 
@@ -93,7 +106,8 @@ class AsyncBoundary(TakesHandoffs, CPBoundary):
         inputs = super()._read(args, kwargs)
         for name, handoff in self.handoffs.items():
             x = inputs.tensors[LABELS.index(name)]
-            claimed = self.claim(name, x, (inputs.dims, inputs.table))
+            work = inputs.works[LABELS.index(name)]
+            claimed = self.claim(name, x, (inputs.dims, inputs.table), work)
             if claimed is not None:
                 inputs.claimed[name] = claimed
             inputs.handoffs[name] = handoff.state(claimed is not None)
@@ -103,17 +117,23 @@ class AsyncBoundary(TakesHandoffs, CPBoundary):
         if not inputs.claimed:
             return super()._send(inputs)
         xs = dict(zip(LABELS, inputs.locals, strict=True))
+        works = dict(zip(LABELS, inputs.works, strict=True))
         if self.ulysses_group is None:
+            for name in [name for name in LABELS if name not in inputs.claimed]:
+                xs[name] = done(xs[name], works[name])
             self._wait_for_rows(xs, inputs)
         else:
-            self._wait_for_heads(xs, inputs)
+            self._wait_for_heads(xs, works, inputs)
         self.release(inputs.claimed)
         return self.expand(xs["q"], xs["k"], xs["v"], inputs)
 
     def _wait_for_rows(self, xs: dict[str, Tensor], inputs: Inputs) -> None:
         """Colossal: gather what was not sent ahead, then wait for what was."""
         assert self.colossal_group is not None, "one rank has no handoffs"
-        self.keep_shards(inputs, xs["k"], xs["v"])
+        if not self.style.keep_kv:
+            # what was sent ahead is the prepared k, of which nobody has kept this rank's rows
+            work = inputs.works[1] if "k" in inputs.claimed else None
+            self.keep_shards(inputs, done(xs["k"].detach(), work), xs["v"])
         late = [name for name in ("k", "v") if name not in inputs.claimed]
         if late:
             rows = gather_seq(
@@ -126,7 +146,9 @@ class AsyncBoundary(TakesHandoffs, CPBoundary):
         for name, handle in inputs.claimed.items():
             xs[name] = handle.wait()
 
-    def _wait_for_heads(self, xs: dict[str, Tensor], inputs: Inputs) -> None:
+    def _wait_for_heads(
+        self, xs: dict[str, Tensor], works: dict[str, HeadWork | None], inputs: Inputs
+    ) -> None:
         """Ulysses and Hybrid; backward launches in the reverse order of these waits."""
         assert self.ulysses_group is not None, "the caller has looked"
         seq_dim, head_dim = inputs.dims
@@ -139,6 +161,7 @@ class AsyncBoundary(TakesHandoffs, CPBoundary):
                 head_dim=head_dim,
                 heads=[None if name == "q" else inputs.table.kv_sent for name in late],
                 dense=self.exchanges_dense,
+                work=[works[name] for name in late],
             )
             xs.update(zip(late, heads, strict=True))
         if self.colossal_group is None:

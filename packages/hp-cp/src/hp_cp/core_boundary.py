@@ -18,6 +18,7 @@ from hp_cp.inputs import LABELS, Inputs, advise, read_inputs
 from hp_cp.kv_refetch import GatheredKV
 from hp_cp.output import OutputDims, output_dims
 from hp_cp.plan import Plan
+from hp_cp.prepared import done, without_works
 from hp_mesh._torch import from_local
 from hp_mesh.arguments import map_outputs, read_slots, replace_slots
 from hp_mesh.boundary import Boundary, Entry, inner_hooks
@@ -234,7 +235,7 @@ class CPBoundary(Boundary[Call]):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the call with q, k and v as the module is to see them."""
         wrapped = [self._wrap(x, i, inputs, view) for i, x in enumerate(tensors)]
-        return replace_slots(args, kwargs, inputs.slots, wrapped)
+        return replace_slots(args, without_works(kwargs), inputs.slots, wrapped)
 
     def _agree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Return the checked inputs, or raise what any rank found wrong, on all of them."""
@@ -275,7 +276,10 @@ class CPBoundary(Boundary[Call]):
                 head_dim=head_dim,
                 heads=(None, kv_heads, kv_heads),
                 dense=self.exchanges_dense,
+                work=inputs.works,
             )
+        else:
+            q, k, v = (done(x, work) for x, work in zip(inputs.locals, inputs.works, strict=True))
         if self.colossal_group is not None:
             self.keep_shards(inputs, k, v)
             k, v = gather_seq((k, v), self.colossal_group, seq_dim=seq_dim, dense=self.wants_dense)

@@ -23,6 +23,7 @@ from hp_comm import Handle, gather_seq, head_to_seq, seq_to_head
 from hp_cp.core_boundary import Call, CPBoundary
 from hp_cp.inputs import Inputs
 from hp_cp.output import OutputDims
+from hp_cp.prepared import done
 from hp_mesh.checks import require
 from hp_mesh.window import Range
 
@@ -72,10 +73,12 @@ class _Group:
                 head_dim=head_dim,
                 heads=(None, kv_heads, kv_heads),
                 dense=self.boundary.exchanges_dense,
+                work=self.inputs.works,
                 async_op=True,
             )
         else:
-            self.q = q
+            works = self.inputs.works
+            self.q, k, v = (done(x, work) for x, work in zip((q, k, v), works, strict=True))
             self._gather(k, v)
 
     def _gather(self, k: Tensor, v: Tensor) -> None:
@@ -262,6 +265,7 @@ class GroupedBoundary(CPBoundary):
                 table=table,
                 num_heads=inputs.num_heads // count,
                 num_kv_heads=inputs.num_kv_heads // count,
+                works=inputs.works,
             )
             for parts in zip(*cuts, strict=True)
         ]

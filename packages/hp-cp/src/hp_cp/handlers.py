@@ -18,7 +18,16 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from hp_cp.attention import rewrite_fusion_attention, window_sdpa
 from hp_cp.attention.rng import seeded
-from hp_cp.unwrap import block_seed, keys_beside, local_mask, on_mesh, query_window, shard_range
+from hp_cp.unwrap import (
+    beside_scores,
+    block_seed,
+    keys_beside,
+    local_mask,
+    on_mesh,
+    query_window,
+    rows_beside,
+    shard_range,
+)
 from hp_mesh._torch import from_local, to_local
 from hp_mesh.checks import fail
 from hp_mesh.view import View, register_handler
@@ -119,6 +128,8 @@ def _local_sdpa(
 _DIMS = {"BSH": (1, 2), "SBH": (0, 2), "BSND": (1, 2), "BNSD": (2, 1), "TND": (0, 1)}
 """``(seq_dim, head_dim)`` of q by ``input_layout``; in BSH and SBH heads and head size are one."""
 
+_BATCH_DIM = {"BSH": 0, "SBH": 1, "BSND": 0, "BNSD": 0}
+
 
 class _FusionHandler:
     """Runs one version of ``npu_fusion_attention`` on this rank's rows."""
@@ -146,7 +157,21 @@ class _FusionHandler:
             unit = q.size(head_dim) // head_num if layout in ("BSH", "SBH") else 1
             first, last = shard_range(view.mesh, placements, head_dim, q.size(head_dim))
             heads, num_heads = (first // unit, last // unit), q.size(head_dim) // unit
-            mask = local_mask(view, given.get("atten_mask"), q, None)
+            batch_dim = _BATCH_DIM.get(layout)
+            for name, dim in (("atten_mask", -3), ("pse", -3), ("sink", -1)):
+                given[name] = beside_scores(
+                    view,
+                    given.get(name),
+                    q,
+                    batch_dim=batch_dim,
+                    head_dim=dim,
+                    num_heads=num_heads,
+                )
+            if given.get("query_rope") is not None:
+                given["query_rope"] = rows_beside(view, given["query_rope"], q)
+            if given.get("key_rope") is not None:
+                key_rope = on_mesh(view, given["key_rope"])
+                given["key_rope"] = keys_beside(view, key_rope, q, seq_dim, where)
             q_local = to_local(q, grads)
             k_local = keys_beside(view, k, q, seq_dim, where)
             v_local = keys_beside(view, v, q, seq_dim, where)
@@ -158,9 +183,8 @@ class _FusionHandler:
                 return func(*args, **kwargs)
             placements, window = (), view.window
             q_local, k_local, v_local = tensors
-            heads, num_heads, mask = view.heads, view.num_heads, given.get("atten_mask")
-        if mask is not None:
-            given["atten_mask"] = mask
+            heads, num_heads = view.heads, view.num_heads
+        given = {name: value for name, value in given.items() if value is not None}
         q_local, k_local, v_local, head_num, given = rewrite_fusion_attention(
             self.version,
             q_local,

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_cp.plan import HeadTable, Plan, resolve_dims
+from hp_cp.prepared import Works, describe, read_works
 from hp_mesh.arguments import Slot, find_slots, read_slots
 from hp_mesh.checks import fail, require
 from hp_mesh.handoff import Waitable
@@ -34,6 +35,7 @@ class Inputs:
         claimed: Under `AsyncContextParallel`, the exchanges that run already, by name.
         handoffs: How it stands with each handoff, in a word.
         shards: Under ``keep_kv=False``, k and v before the gather, outside autograd.
+        works: QK-norm and rotary of q, k and v that are still to be done.
     """
 
     slots: list[Slot]
@@ -47,6 +49,7 @@ class Inputs:
     claimed: dict[str, Waitable] = field(default_factory=dict)
     handoffs: dict[str, str] = field(default_factory=dict)
     shards: tuple[Tensor, Tensor] | None = None
+    works: Works = (None, None, None)
 
     def signature(self) -> dict[str, object]:
         """Return what must be the same on every CP rank, by the name to show."""
@@ -54,6 +57,8 @@ class Inputs:
         signature: dict[str, object] = {LENGTH: self.locals[0].size(seq_dim)}
         if self.handoffs:
             signature["handoffs"] = self.handoffs
+        if any(work is not None for work in self.works):
+            signature["work on q, k, v"] = [describe(work) for work in self.works]
         for name, x, layout in zip(LABELS, self.locals, self.layouts, strict=True):
             shape = [n for dim, n in enumerate(x.shape) if dim != seq_dim]
             signature[f"shape of {name} without its sequence dim"] = shape
@@ -141,6 +146,7 @@ def read_inputs(
         shape=list(q.shape),
         tp_size=layout.foreign_size(head_dim),
     )
+    works = read_works(where, kwargs, locals_, head_dim)
     return Inputs(
         slots=slots,
         tensors=tensors,
@@ -150,6 +156,7 @@ def read_inputs(
         table=table,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
+        works=works,
     )
 
 

@@ -21,11 +21,13 @@ from hp_mesh.view import View
 from hp_mesh.window import AttentionWindow, Range
 
 __all__ = [
+    "beside_scores",
     "block_seed",
     "keys_beside",
     "local_mask",
     "on_mesh",
     "query_window",
+    "rows_beside",
     "shard_range",
 ]
 
@@ -144,6 +146,48 @@ def local_mask(view: View, mask: Tensor | None, q: DTensor, head_dim: int | None
         first, last = shard_range(view.mesh, q.placements, head_dim, size)
         return mask.narrow(-3, first - start, last - first)
     return mask
+
+
+def rows_beside(view: View, tensor: Tensor, q: DTensor) -> Tensor:
+    """Return this rank's part of another tensor of queries, whose dims are those of ``q``."""
+    return _as_placed(view, on_mesh(view, tensor), q.placements, q)
+
+
+def beside_scores(
+    view: View,
+    tensor: Tensor | None,
+    q: DTensor,
+    *,
+    batch_dim: int | None,
+    head_dim: int,
+    num_heads: int,
+) -> Tensor | None:
+    """Return a mask, bias or sinks for this rank's batch and group of heads.
+
+    Rows and heads of a rank are cut by their number in `hp_cp.attention`, so they are whole here,
+    whatever dims they have in ``q``.
+
+    Args:
+        view: The active view.
+        tensor: ``[B, H, S, K]`` with 1 in place of any dim, ``[S, K]``, or ``[H]``.
+        q: The queries.
+        batch_dim: Batch dim of ``q``; None if it has none.
+        head_dim: Head dim of ``tensor``, negative.
+        num_heads: Query heads of this call, over all ranks.
+    """
+    if tensor is None:
+        return None
+    if isinstance(tensor, DTensor) and view.owns(tensor):
+        has_batch = tensor.ndim == 4 and tensor.size(0) > 1
+        target = [
+            Shard(0) if has_batch and isinstance(p, Shard) and p.dim == batch_dim else Replicate()
+            for p in q.placements
+        ]
+        tensor = _as_placed(view, tensor, target, q)
+    group, groups = view.head_group
+    if groups > 1 and tensor.ndim >= -head_dim and tensor.size(head_dim) == groups * num_heads:
+        return tensor.narrow(head_dim, group * num_heads, num_heads)
+    return tensor
 
 
 def block_seed(view: View, placements: Sequence[Placement], dropout_p: float) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from hp_cp import attention_window, init_device_mesh
 from hp_mesh.testing import assert_close, randn, ranks
@@ -26,13 +26,14 @@ from ._cores import heads_first
 
 SCHEMA = (
     "{name}(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, {star}"
-    "Tensor? pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None, float scale=1., "
+    "Tensor? pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None, {rope}float scale=1., "
     "float keep_prob=1., int {pre}=2147483647, int {next}=2147483647, int inner_precise=0, "
     "int[]? prefix=None, int[]? actual_seq_qlen=None, int[]? actual_seq_kvlen=None, "
     "int sparse_mode=0, bool gen_mask_parallel=True, bool sync=False, "
     'str softmax_layout="", Tensor? sink=None) '
     "-> (Tensor, Tensor, Tensor, Tensor, int, int, int)"
 )
+ROPE = "Tensor? query_rope=None, Tensor? key_rope=None, "
 LAYOUTS = {"BSHD": "BSND", "BNSD": "BNSD", "TND": "TND", "BSH": "BSH", "SBH": "SBH"}
 ULYSSES, COLOSSAL = Case(P=2), Case(P=3, degree=1)
 HYBRID, BALANCED = Case(P=4, degree=2), Case(P=2, degree=1, load_balance=True)
@@ -63,9 +64,14 @@ def define_emulated_operator() -> Any:
     if hasattr(torch.ops.npu, "npu_fusion_attention"):
         pytest.skip("torch_npu has registered the real operator")
     library = torch.library.Library("npu", "FRAGMENT")
-    for version, suffix, star, tokens in ((1, "", "", "tockens"), (2, "_v2", "*, ", "tokens")):
+    for version, suffix, star, rope, tokens in (
+        (1, "", "", "", "tockens"),
+        (2, "_v2", "*, ", ROPE, "tokens"),
+    ):
         name = f"npu_fusion_attention{suffix}"
-        schema = SCHEMA.format(name=name, star=star, pre=f"pre_{tokens}", next=f"next_{tokens}")
+        schema = SCHEMA.format(
+            name=name, star=star, rope=rope, pre=f"pre_{tokens}", next=f"next_{tokens}"
+        )
         library.define(schema)
 
         kernel = functools.partial(_emulate, version, name)
@@ -139,6 +145,63 @@ def test_a_position_bias_and_sinks_are_cut_per_head(case: Case) -> None:
         "sparse_mode": 2,
     }
     ranks(case.P).run(compare, case, lambda: Fused("BSHD", **kwargs))
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (2, 1, 24, 24), (2, 12, 24, 24)], ids=str)
+@pytest.mark.parametrize("layout", ["BSHD", "BNSD"])
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_masks_biases_and_sinks_may_be_dtensors(
+    case: Case, layout: str, shape: tuple[int, ...]
+) -> None:
+    """As they come out of other DTensors; their dims are not those of q."""
+    mask = randn(*shape, seed=3) > 0.6
+    mask[..., 0] = False
+
+    class Dressed(Fused):
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            if isinstance(q, DTensor):
+                places = [Replicate()] * q.device_mesh.ndim
+                self.kwargs = {
+                    name: DTensor.from_local(x, q.device_mesh, places, run_check=False)
+                    if type(x) is Tensor
+                    else x
+                    for name, x in self.kwargs.items()
+                }
+            return super().forward(q, k, v)
+
+    def core() -> Dressed:
+        sink, pse = randn(12, seed=5).float(), randn(1, 12, 24, 24, seed=4)
+        return Dressed(layout, atten_mask=mask, sparse_mode=1, sink=sink, pse=pse)
+
+    ranks(case.P).run(compare, case.but(layout=layout), core)
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_per_head_arguments_are_cut_to_a_head_group(groups: int) -> None:
+    """`AsyncContextParallel(head_groups=...)` calls the module for some heads at a time."""
+    mask = randn(2, 16, 24, 24, seed=3) > 0.6
+    mask[..., 0] = False
+    kwargs = {"atten_mask": mask, "sparse_mode": 1, "sink": randn(16, seed=5).float()}
+    case = Case(P=2, H=16, HK=8, head_groups=groups)
+    ranks(2).run(compare, case, lambda: Fused("BSHD", **kwargs))
+
+
+@pytest.mark.parametrize("dressed", [False, True], ids=["plain", "dtensor"])
+@pytest.mark.parametrize("case", [ULYSSES, COLOSSAL, HYBRID], ids=str)
+def test_rotary_parts_of_version_2_are_cut_as_q_and_k_are(case: Case, dressed: bool) -> None:
+    """Plain ones are the whole sequence's; slices of q and k are DTensors, and get gradients."""
+    ropes = [randn(24, heads, 4, seed=6 + heads) for heads in (12, 4)]
+
+    class Roped(Fused):
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            q_rope, k_rope = (q[..., :4] * 1.5, k[..., :4] * 0.5) if dressed else ropes
+            self.kwargs |= {"query_rope": q_rope, "key_rope": k_rope}
+            return super().forward(q, k, v)
+
+    lengths = [5, 17, 24]
+    kwargs = {"actual_seq_qlen": lengths, "actual_seq_kvlen": lengths, "sparse_mode": 3}
+    kwargs["atten_mask"] = COMPRESSED
+    ranks(case.P).run(compare, case.but(layout="TND"), lambda: Roped("TND", "_v2", **kwargs))
 
 
 @pytest.mark.parametrize("case", [ULYSSES, COLOSSAL, HYBRID], ids=str)

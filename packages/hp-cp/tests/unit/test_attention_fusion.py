@@ -43,6 +43,7 @@ def emulate_npu_fusion_attention(
     """Emulate the documented semantics of the kernel in plain torch; unknown names are errors."""
     names = {"atten_mask", "pse", "scale", "sparse_mode", "sink", *TOKENS[version]}
     names |= {"actual_seq_qlen", "actual_seq_kvlen", "keep_prob"}
+    names |= {"query_rope", "key_rope"} if version == 2 else set()
     assert set(kwargs) <= names, f"unknown keyword argument {set(kwargs) - names}"
     if input_layout == "TND":
         return _emulate_packed(version, q, k, v, head_num, **kwargs)
@@ -56,6 +57,8 @@ def _emulate_packed(
     version: int, q: Tensor, k: Tensor, v: Tensor, head_num: int, **kwargs: Any
 ) -> Tensor:
     assert q.shape[1] == head_num
+    if (ropes := [kwargs.pop(name, None) for name in ("query_rope", "key_rope")]) != [None, None]:
+        q, k = torch.cat([q, ropes[0]], -1), torch.cat([k, ropes[1]], -1)
     ends = [kwargs.pop(name) for name in ("actual_seq_qlen", "actual_seq_kvlen")]
     for value in ends:
         assert isinstance(value, Tensor) == (version == 3), "int[] in v1 and v2, Tensor in v3"
@@ -339,6 +342,24 @@ def test_documents_that_straddle_ranks_keep_their_own_causal_rule(
     if mode == 4:
         kwargs |= dict(zip(TOKENS[version], (4, 0), strict=True))
     check_every_rank(version, "TND", kwargs)
+
+
+def test_rotary_parts_of_version_2_are_cut_with_the_keys() -> None:
+    """``query_rope`` comes with the rank's rows, ``key_rope`` with all keys, as q and k do."""
+    q, k, v = make("TND")
+    q_rope, k_rope = (torch.randn(S, heads, 2, dtype=torch.float64) for heads in (H, HKV))
+    kwargs: dict[str, Any] = {"actual_seq_qlen": [9, S], "actual_seq_kvlen": [9, S]}
+    kwargs |= {"atten_mask": COMPRESSED, "sparse_mode": 3}
+    ropes = {"query_rope": q_rope, "key_rope": k_rope}
+    whole = emulate_npu_fusion_attention(2, q, k, v, H, "TND", **kwargs, **ropes)
+    for rank in range(4):
+        rows = slice(6 * rank, 6 * rank + 6)
+        window = AttentionWindow(6 * rank, 6, S, S)
+        given = {**kwargs, "query_rope": q_rope[rows], "key_rope": k_rope}
+        *tensors, heads, new = rewrite_fusion_attention(2, q[rows], k, v, H, "TND", window, given)
+        assert_close(emulate_npu_fusion_attention(2, *tensors, heads, "TND", **new), whole[rows])
+        with pytest.raises(ValueError, match=r"query_rope \(shape \[24, 6, 2\]\) must have 6 rows"):
+            rewrite_fusion_attention(2, q[rows], k, v, H, "TND", window, {**kwargs, **ropes})
 
 
 @pytest.mark.parametrize("mode", [None, 3])

@@ -24,11 +24,11 @@ class AsyncDSABoundary(TakesHandoffs, DSABoundary):
     )
     takes_detached = True  # the loss is handed the latent without its graph
 
-    def launch_ahead(self, name: str, x: Tensor, context: Any) -> Waitable:
+    def launch_ahead(self, name: str, x: Tensor, context: Any, work: Any) -> Waitable:
         """Start the gather of a key."""
         return self.gatherer.start(x)
 
-    def compare_ahead(self, handoff: HandoffState, x: Tensor, context: Any) -> None:
+    def compare_ahead(self, handoff: HandoffState, x: Tensor, context: Any, work: Any) -> None:
         """Let the ranks compare what they are about to send."""
         seq_dim = self.plan.seq_dim
         shape = [n for dim, n in enumerate(x.shape) if dim != seq_dim]

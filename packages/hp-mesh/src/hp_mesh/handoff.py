@@ -69,11 +69,13 @@ class Handoff(nn.Module):
     """An identity that marks where a tensor is final, so that its exchange can start there.
 
     Put it behind what stands between projection and attention (rotary, QK-norm) and name it as the
-    module that the tensor comes from, such as ``q_proj`` of `AsyncContextParallel.apply`.
+    module that the tensor comes from, such as ``q_proj`` of `AsyncContextParallel.apply`. What the
+    boundary itself will do to the tensor may be said with it; the boundary's module must then be
+    called with the same object.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``x``."""
+    def forward(self, x: Tensor, work: object = None) -> Tensor:
+        """Return ``x``; ``work`` is for the boundary (see `hp_cp.PreparedAttention`)."""
         return x
 
 
@@ -100,6 +102,7 @@ class Launched:
         view: The replayed view that is being exchanged.
         copy: Its data, while the view is being learned: ``.data`` changes without a new version.
         reached: Whether it has arrived at the core.
+        work: What the boundary does to it, as it was handed off.
     """
 
     storage: WeakStorage
@@ -112,6 +115,7 @@ class Launched:
     view: Geometry | None = None
     copy: Tensor | None = None
     reached: bool = False
+    work: object = None
 
     @classmethod
     def of(

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from hp_mesh._torch import in_backward, local_shard
 from hp_mesh.boundary import outside_compiled_code
-from hp_mesh.handoff import Lane, Launched, Waitable, is_pure_view, split_output
+from hp_mesh.handoff import Handoff, Lane, Launched, Waitable, is_pure_view, split_output
 from hp_mesh.views import ViewRecipe, learn_view
 
 __all__ = ["HandoffState", "TakesHandoffs", "warn_once"]
@@ -110,16 +110,22 @@ class _Hook:
         return _Hook(copy.deepcopy(self.boundary, memo), self.name, module)
 
     @outside_compiled_code
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Hand ``output`` off; the module returns it as it is."""
-        self.boundary.hand_off(self.name, output)
+        work = None
+        if isinstance(module, Handoff):
+            work = args[1] if len(args) > 1 else kwargs.get("work")
+        self.boundary.hand_off(self.name, output, work)
 
     def remove(self) -> None:
         """Take the hook off its module."""
         module = self.module()
-        hooks: dict[int, Any] = {} if module is None else module._forward_hooks
+        if module is None:
+            return
+        hooks = module._forward_hooks
         for key in [key for key, hook in hooks.items() if hook is self]:
             del hooks[key]
+            module._forward_hooks_with_kwargs.pop(key, None)
 
 
 class TakesHandoffs(ABC):
@@ -144,11 +150,11 @@ class TakesHandoffs(ABC):
         self.hooks: list[weakref.ref[_Hook]] = []
 
     @abstractmethod
-    def launch_ahead(self, name: str, x: Tensor, context: Any) -> Waitable:
-        """Start the work for argument ``name``, which will be ``x``."""
+    def launch_ahead(self, name: str, x: Tensor, context: Any, work: Any) -> Waitable:
+        """Start the exchange of argument ``name``, which will be ``x``; ``work`` came with it."""
 
     @abstractmethod
-    def compare_ahead(self, handoff: HandoffState, x: Tensor, context: Any) -> None:
+    def compare_ahead(self, handoff: HandoffState, x: Tensor, context: Any, work: Any) -> None:
         """Let the ranks compare what they are about to send."""
 
     def split_handoff(self, name: str, output: Any) -> tuple[Tensor, Tensor] | None:
@@ -169,7 +175,7 @@ class TakesHandoffs(ABC):
     def add(self, name: str, module: nn.Module) -> None:
         """Hand off what ``module`` returns as ``name``."""
         self.handoffs[name] = HandoffState(name, type(module).__name__)
-        module.register_forward_hook(_Hook(self, name, module))
+        module.register_forward_hook(_Hook(self, name, module), with_kwargs=True)
 
     def remove_hooks(self) -> None:
         """Take all hooks off the modules and finish what was launched."""
@@ -184,7 +190,7 @@ class TakesHandoffs(ABC):
         for handoff in self.handoffs.values():
             handoff.drop_all()
 
-    def hand_off(self, name: str, output: Any) -> None:
+    def hand_off(self, name: str, output: Any, work: object = None) -> None:
         """Remember ``output`` of a module and start its work if its view is known."""
         handoff = self.handoffs[name]
         handoff.missing = -1
@@ -215,12 +221,16 @@ class TakesHandoffs(ABC):
         if learned is None or view is None:
             lane.add(Launched.of(y, part))
             return
-        self.compare_ahead(handoff, view, learned.context)
-        launched = self.launch_ahead(name, view, learned.context)
-        lane.add(Launched.of(y, part, launched, view))
+        self.compare_ahead(handoff, view, learned.context, work)
+        launched = self.launch_ahead(name, view, learned.context, work)
+        item = Launched.of(y, part, launched, view)
+        item.work = work
+        lane.add(item)
 
-    def claim(self, name: str, x: Tensor, context: Hashable) -> Waitable | None:
-        """Return the work that was started for argument ``x``, or learn where ``x`` comes from."""
+    def claim(
+        self, name: str, x: Tensor, context: Hashable, work: object = None
+    ) -> Waitable | None:
+        """Return what was started for argument ``x``, or learn where ``x`` comes from."""
         handoff = self.handoffs[name]
         if handoff.disarmed:
             return None
@@ -236,6 +246,9 @@ class TakesHandoffs(ABC):
         known = learned is not None and learned.context == context
         matches = source.matches(x, detached=self.takes_detached)
         if known and source.handle is not None and matches:
+            if source.work is not work:
+                self.give_up(handoff, "the boundary is called with other work than it came with")
+                return None
             source.reached = True
             return source.handle
         self._learn(handoff, lane, source, x, context)

@@ -87,8 +87,13 @@ def rewrite_fusion_attention(
         known = ", ".join(_SEQ_AND_HEAD_DIM)
         raise fail(where, f"input_layout ({input_layout!r}) must be one of {known}")
     seq_dim, head_dim = _SEQ_AND_HEAD_DIM[input_layout]
-    _check_rows(q, k, v, seq_dim, window, where)
     args = dict(kwargs)
+    _check_rows(
+        {"query": q, "query_rope": args.get("query_rope")}, window.query_length, seq_dim, where
+    )
+    _check_rows(
+        {"key": k, "value": v, "key_rope": args.get("key_rope")}, window.key_length, seq_dim, where
+    )
     if head_dim is not None:
         head_num = q.shape[head_dim]
     elif heads is not None and head_num == num_heads:
@@ -218,18 +223,13 @@ def _moved(tokens: int, by: int) -> int:
     return tokens if tokens >= _NO_LIMIT else min(tokens + by, _NO_LIMIT)
 
 
-def _check_rows(
-    q: Tensor, k: Tensor, v: Tensor, dim: int, window: AttentionWindow, where: str
-) -> None:
-    for name, x, rows in (
-        ("query", q, window.query_length),
-        ("key", k, window.key_length),
-        ("value", v, window.key_length),
-    ):
+def _check_rows(tensors: Mapping[str, Tensor | None], rows: int, seq_dim: int, where: str) -> None:
+    for name, x in tensors.items():
         require(
-            x.shape[dim] == rows,
+            x is None or x.shape[seq_dim] == rows,
             where,
-            f"{name} (shape {list(x.shape)}) must have {rows} rows in dim {dim}",
+            f"{name} (shape {None if x is None else list(x.shape)}) must have {rows} rows in dim "
+            f"{seq_dim}",
             "check input_layout against the tensors and the style's seq_dim",
         )
 
