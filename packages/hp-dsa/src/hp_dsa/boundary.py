@@ -16,6 +16,7 @@ from hp_comm import preflight
 from hp_dsa.arguments import Argument
 from hp_dsa.gather import Gathered, Gatherer
 from hp_dsa.gather_cache import open_gathers
+from hp_dsa.indices import check_indices
 from hp_dsa.inputs import Inputs, advise, read_inputs
 from hp_dsa.key_refetch import GatheredKeys
 from hp_dsa.outputs import Returned
@@ -160,6 +161,7 @@ class DSABoundary(Boundary[DSACall]):
         inputs: Inputs | None = None
         try:
             inputs = self._read(args, kwargs)
+            self._check_indices(inputs, index)
             inputs.packs = known.packs(inputs.sources, self.gatherer, inputs.under_way)
         except (TypeError, ValueError) as problem:
             error = problem
@@ -190,6 +192,13 @@ class DSABoundary(Boundary[DSACall]):
             cp_mesh=self.cp_mesh,
             where=self.where,
         )
+
+    def _check_indices(self, inputs: Inputs, index: int) -> None:
+        """Check indices before the ranks compare; on a device, which is waited for, once."""
+        indices = inputs.locals.get("topk_indices")
+        if indices is not None and (index == 0 or indices.device.type == "cpu"):
+            num_keys = inputs.local_keys * self.plan.cp_size
+            check_indices(self.where, "topk_indices", indices, num_keys)
 
     def _view(self, inputs: Inputs) -> DSAView:
         plan, layout = self.plan, inputs.layouts["query"]

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from hp_comm import exchange_head_tail
 from hp_dsa import ops
+from hp_dsa.indices import drop_unseen
 from hp_dsa.operands import Operands
 from hp_dsa.operators import NPU, OPERATORS, Operator, Result
 from hp_dsa.view import DSAView
@@ -115,6 +116,11 @@ class _Call:
                 name: self._swap(i, self._part(x, dims[name], i, len(windows)))
                 for name, x in rows.items()
             }
+            if causal and "sparse_indices" in here and not self._is_of_torch():
+                block = self.given.get("sparse_block_size", 1)
+                here["sparse_indices"] = drop_unseen(
+                    here["sparse_indices"], window, plan.layout, block
+                )
             cut = {id(x): self._cut(x, window) for x in keys.values()}
             here |= {name: cut[id(x)] for name, x in keys.items()}
             parts.append(self._call({**self.given, **here, **self._window_lengths(window)}))
@@ -151,7 +157,7 @@ class _Call:
         return x.narrow(self.plan.seq_dim, window.keys[0], window.num_keys)
 
     def _call(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
-        if isinstance(self.func, (torch._ops.OpOverloadPacket, torch._ops.OpOverload)):
+        if self._is_of_torch():
             # torch_npu's kernels want dense tensors, and a cut of keys is none; ours see to it
             dense = {id(x): x.contiguous() for x in given.values() if isinstance(x, Tensor)}
             given = {name: dense.get(id(x), x) for name, x in given.items()}
@@ -162,6 +168,10 @@ class _Call:
             args.append(given.pop(name))
         result = self.func(*args, **given)
         return (result,) if isinstance(result, Tensor) else tuple(result)
+
+    def _is_of_torch(self) -> bool:
+        """Whether the operator is torch_npu's own, whose kernels skip what a row does not see."""
+        return isinstance(self.func, (torch._ops.OpOverloadPacket, torch._ops.OpOverload))
 
     def _join(self, parts: Sequence[tuple[Tensor, ...]], windows: Sequence[KeyWindow]) -> Any:
         outs = [

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hp_comm import exchange_head_tail
+from hp_dsa.indices import drop_unseen
 from hp_dsa.inputs import Inputs
 from hp_dsa.operands import read_lengths
 from hp_dsa.view import DSAView
@@ -32,7 +33,8 @@ class LocalCall:
         inputs: Its tensors.
         wholes: Its gathered keys.
         args: The call's arguments.
-        kwargs: Its keyword arguments; lengths among them are those of the whole sequence.
+        kwargs: Its keyword arguments; lengths among them are those of the whole sequence, and
+            ``sparse_mode`` and ``sparse_block_size`` are known by these names.
     """
 
     def __init__(
@@ -58,8 +60,9 @@ class LocalCall:
             for side in ("query", "key")
         )
         batch = inputs.locals["query"].size(0)
-        causal = kwargs.get("sparse_mode", 3) == 3
-        self.windows: tuple[KeyWindow, ...] = view.windows(batch, (queries, keys), causal)
+        self._causal: bool = kwargs.get("sparse_mode", 3) == 3
+        self._block: int = kwargs.get("sparse_block_size", 1)
+        self.windows: tuple[KeyWindow, ...] = view.windows(batch, (queries, keys), self._causal)
         view.window = self.attention_window(0)
 
     def attention_window(self, index: int) -> AttentionWindow:
@@ -88,6 +91,8 @@ class LocalCall:
             part = x.narrow(dim, index * size, size).contiguous()
             if index and plan.swaps_tails:
                 part = exchange_head_tail(part, self._view.group)
+            if argument.name == "topk_indices" and self._causal:
+                part = drop_unseen(part, window, plan.layout, self._block)
             values.append(part)
         args, kwargs = replace_slots(self._args, self._kwargs, list(inputs.slots.values()), values)
         return args, {**kwargs, **self._lengths(window)}

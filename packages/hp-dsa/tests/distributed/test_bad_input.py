@@ -197,6 +197,32 @@ def test_a_module_works_after_an_error() -> None:
     ranks(2).run(_pools_after_errors)
 
 
+def _indices(rank: int, value: float, dtype: torch.dtype) -> None:
+    case = Case(P=2)
+    module = DSASparseAttentionContextParallel().apply(Attention(case), case.mesh())
+    q, k = randn(2, 6, 3, 5), randn(2, 6, 1, 5)
+    topk = torch.zeros(2, 6, 1, 3, dtype=dtype)
+    if rank == 1:
+        topk[0, 3, 0, 1] = value
+    module(q, k, k, topk)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "rule"),
+    [
+        (12, torch.int32, "topk_indices (12) must be -1 or below the number of keys (12)"),
+        (-2, torch.int64, "topk_indices (-2) must be -1 or below the number of keys (12)"),
+        (0, torch.float32, "topk_indices (torch.float32) must be int32 or int64"),
+    ],
+)
+def test_an_index_out_of_range_on_one_rank_is_an_error_on_all(
+    value: float, dtype: torch.dtype, rule: str
+) -> None:
+    errors = ranks(2).errors(_indices, value, dtype)
+    assert all(isinstance(error, ValueError) for error in errors), errors
+    assert len({str(error) for error in errors}) == 1 and rule in str(errors[0])
+
+
 def _another_order(rank: int) -> None:
     case = Case(P=2)
     styles = [DSAIndexerContextParallel(), DSAIndexerContextParallel(use_local_output=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -150,15 +151,61 @@ def test_queries_and_keys_may_differ_in_length(balanced: bool) -> None:
     ranks(2).run(_prefix, balanced)
 
 
+def _dense_indices(rank: int, case: Case, block: int, local_input: bool) -> None:
+    """All keys are named in every row: causality alone decides."""
+    count = -(-case.S // block)
+    topk = torch.arange(count, dtype=torch.int32).expand(*case.shape(1, count))
+    names = ("actual_seq_lengths_query", "actual_seq_lengths_kv")
+    if case.ends is not None:  # no index may pass the end of its document
+        shortest = min(b - a for a, b in pairwise((0, *case.ends)))
+        topk = topk[..., : -(-shortest // block)]
+    q, k = randn(*case.shape(3, 5), seed=1), randn(*case.shape(1, 5), seed=2)
+    whole = [x.clone().requires_grad_() for x in (q, k)]
+    lengths = {**case.lengths(*names), "sparse_block_size": block}
+    expected = Attend(case.layout)(*whole, whole[1], topk, **lengths)[0]
+    expected.sum().backward()
+    style = DSASparseAttentionContextParallel(
+        layout=case.layout, load_balance=case.load_balance, use_local_input=local_input
+    )
+    core = style.apply(Attend(case.layout), case.mesh())
+    leaves = [case.local(x, rank).clone().requires_grad_() for x in (q, k)]
+    out = core(*leaves, leaves[1], case.local(topk, rank), **lengths)[0]
+    out.sum().backward()
+    assert_close(out, case.local(expected, rank))
+    for leaf, full in zip(leaves, whole, strict=True):
+        assert full.grad is not None
+        assert_close(leaf.grad, case.local(full.grad, rank), kind="grad")
+
+
+@pytest.mark.parametrize("local_input", [False, True], ids=["", "local"])
+@pytest.mark.parametrize("block", [1, 2])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(P=3),
+        Case(P=2, load_balance=True),
+        Case(P=2, layout="TND", ends=(5, 12)),
+        Case(P=2, layout="TND", ends=(5, 12), load_balance=True),
+    ],
+    ids=str,
+)
+def test_indices_that_a_row_does_not_see_are_skipped(
+    case: Case, block: int, local_input: bool
+) -> None:
+    """Also those of keys that this rank is never handed."""
+    ranks(case.P).run(_dense_indices, case, block, local_input)
+
+
 class Attend(nn.Module):
     def __init__(self, layout: str = "BSND", **options: Any) -> None:
         super().__init__()
         self.options = {"layout_query": layout, "layout_kv": layout, **options}
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, topk_indices: Tensor) -> Any:
-        return ops.sparse_flash_attention(
-            query, key, value, topk_indices, SCALE, return_softmax_lse=True, **self.options
-        )
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, topk_indices: Tensor, **lengths: Any
+    ) -> Any:
+        options = {"return_softmax_lse": True, **self.options, **lengths}
+        return ops.sparse_flash_attention(query, key, value, topk_indices, SCALE, **options)
 
 
 def _future(rank: int) -> None:
