@@ -110,11 +110,8 @@ def check(
         out.sum().backward()
     (call,) = seen.calls
     check_fusion_attention(call.given)
-    assert (
-        out.shape == q.shape
-        and out.dtype == q.dtype
-        and type(out.grad_fn).__name__ == (NODE[version])
-    )
+    assert out.shape == q.shape and out.dtype == q.dtype
+    assert out.grad_fn is not None and out.grad_fn.name() == NODE[version]
     assert softmax_max.dtype == softmax_sum.dtype == torch.float32 and softmax_max.shape[-1] == 8
     if version != 2 and layout != "TND":  # the wheel's rule for 2 takes any layout for BNSD
         assert softmax_max.shape == (B, H, window.query_length, 8) == softmax_sum.shape
@@ -184,6 +181,20 @@ def _real(ends: list[int]) -> torch.Tensor:
         return torch.tensor(ends)
 
 
+@pytest.mark.parametrize("ends", DOCUMENTS, ids=str)
+def test_rotary_parts_are_cut_beside_q_and_k(ends: list[int]) -> None:
+    """Version 2 alone takes them, packed, in bfloat16, with a mask."""
+    for _, window in windows(2):
+        kwargs = CASES["right-down"](2) | {"actual_seq_qlen": ends, "actual_seq_kvlen": ends}
+        kwargs["query_rope"] = tensor(window.query_length, H, 64)
+        kwargs["key_rope"] = tensor(S, HKV, 64)
+        given = check(2, "TND", window, kwargs)
+        assert given["key_rope"].shape[0] == given["key"].shape[0]
+        for name in ("query_rope", "key_rope"):
+            x = kwargs[name]
+            assert x.grad is not None and x.grad.shape == x.shape
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("version", SUFFIX)
 def test_other_dtypes_are_taken_too(version: int, dtype: torch.dtype) -> None:
@@ -235,10 +246,14 @@ def test_the_emulated_operators_of_the_cpu_tests_have_the_real_schema() -> None:
     text = source[source.index("SCHEMA = (") : source.index("LAYOUTS =")]
     scope: dict[str, str] = {}
     exec(text, scope)  # the test itself cannot be imported beside the real operators
-    for suffix, star, word in (("", "", "tockens"), ("_v2", "*, ", "tokens")):
+    for suffix, star, rope, word in (
+        ("", "", "", "tockens"),
+        ("_v2", "*, ", scope["ROPE"], "tokens"),
+    ):
         name = f"npu::npu_fusion_attention{suffix}"
+        tokens = {"pre": f"pre_{word}", "next": f"next_{word}"}
         emulated = torch._C.parse_schema(
-            scope["SCHEMA"].format(name=name, star=star, pre=f"pre_{word}", next=f"next_{word}")
+            scope["SCHEMA"].format(name=name, star=star, rope=rope, **tokens)
         )
         real = getattr(torch.ops.npu, f"npu_fusion_attention{suffix}").default._schema
         places = {argument.name: i for i, argument in enumerate(real.arguments)}
