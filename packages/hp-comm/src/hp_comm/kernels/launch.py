@@ -53,8 +53,9 @@ def _planned(
 
 
 @lru_cache(maxsize=1024)
-def _table(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device=device)
+def _table(one: Launch, device: torch.device) -> Tensor:
+    """Return the table on the device; a launch is itself and no other, so the key is short."""
+    return torch.tensor(one.table, dtype=torch.int64, device=device)
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -80,7 +81,7 @@ def call(kernel: str, one: Launch, device: torch.device, **tensors: Tensor) -> N
     options = {} if device.type == "cpu" else one.options
     with on(device):
         getattr(_triton, kernel)[one.grid](
-            table=_table(one.table, device), **tensors, **one.numbers, **options
+            table=_table(one, device), **tensors, **one.numbers, **options
         )
 
 

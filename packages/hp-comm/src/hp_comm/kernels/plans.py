@@ -26,7 +26,7 @@ Work = tuple[int, bool, bool, float]
 """Rotated numbers of a head, whether pairs are interleaved, whether there is a norm, its eps."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Launch:
     """One call of a kernel: everything but the tensors.
 

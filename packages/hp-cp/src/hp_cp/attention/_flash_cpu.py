@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hp_comm.kernels.arithmetic import merge
+
 __all__ = ["causal_rows_attention"]
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -52,9 +54,7 @@ class _CausalRows(torch.autograd.Function):
         if diagonal is not None:
             # each row sees its own first key in both blocks: no empty row, whose lse would be 0
             more, more_lse = _flash(q, k[:, :, diagonal], v[:, :, diagonal], 0.0, True, scale=scale)
-            merged = torch.logaddexp(lse, more_lse)
-            out = _weighted(out, lse, merged) + _weighted(more, more_lse, merged)
-            out, lse = out.to(q.dtype), merged
+            out, lse = merge(out, lse, more, more_lse)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.start, ctx.scale = start, scale
         return cast(Tensor, out)
@@ -99,7 +99,3 @@ def _blocks(start: int, end: int, keys: int) -> tuple[slice, slice | None]:
     if start >= keys:
         return slice(0, keys), None
     return slice(0, start), slice(start, min(end, keys))
-
-
-def _weighted(out: Tensor, lse: Tensor, merged: Tensor) -> Tensor:
-    return out * (lse - merged).exp().unsqueeze(-1)
