@@ -282,6 +282,10 @@ def _constants(x: _Flat) -> dict[str, Any]:
         "BLOCK_D": _padded(size),
         "BLOCK_DV": _padded(value_size),
         "BLOCK_DR": _padded(rope_size),
+        # a latent of 512 fills the registers of 8 warps, and 16 tokens of it in float32 the
+        # shared memory of one stage
+        "num_warps": 8,
+        "num_stages": 1,
     }
 
 
