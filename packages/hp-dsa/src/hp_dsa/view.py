@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -66,6 +67,11 @@ class DSAView(View):
             )
             for row in rows
         )
+
+    def take_rows(self, plain: Tensor, dim: int) -> Tensor:
+        """Return the rows that this rank holds, in the order of its data."""
+        rows = self.plan.rows(self.rank, self.num_queries)
+        return torch.cat([plain.narrow(dim, start, end - start) for start, end in rows], dim)
 
     def placements(
         self, cp: Placement, foreign: Sequence[Placement] | None = None

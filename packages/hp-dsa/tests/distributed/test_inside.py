@@ -338,18 +338,20 @@ class EagerIndexer(nn.Module):
         return total.masked_fill(~mask, -1e9)
 
 
-def _eager(rank: int) -> None:
-    case = Case(P=2)
+def _eager(rank: int, case: Case) -> None:
     xs = case.inputs()
     expected = EagerIndexer()(xs["query_index"], xs["key_index"], xs["weights"])
-    module = DSAIndexerContextParallel().apply(EagerIndexer(), case.mesh())
+    style = DSAIndexerContextParallel(load_balance=case.load_balance)
+    module = style.apply(EagerIndexer(), case.mesh())
     local = {n: case.local(x, rank) for n, x in xs.items()}
     out = module(local["query_index"], local["key_index"], local["weights"])
     assert_close(out, case.local(expected, rank))
 
 
-def test_code_without_an_operator_sees_the_whole_sequence() -> None:
-    ranks(2).run(_eager)
+@pytest.mark.parametrize("balanced", [False, True])
+def test_code_without_an_operator_sees_the_whole_sequence(balanced: bool) -> None:
+    """A mask with a row for each of the sequence is cut to the rows of this rank's data."""
+    ranks(2).run(_eager, Case(P=2, load_balance=balanced))
 
 
 def _removed(rank: int) -> None:

@@ -232,7 +232,7 @@ def cut_balanced(view: View, name: str, plain: Tensor, dim: int, whole: int) -> 
     """Cut a dim that lines up with the rows of a head-tail half of q."""
     window, size = view.window, plain.size(dim)
     if size == window.global_length:
-        return plain.narrow(dim, window.query_start, window.query_length), True
+        return view.take_rows(plain, dim), True
     if size == window.query_length and size != whole:
         return plain, True
     raise fail(

@@ -152,6 +152,10 @@ class View(TorchFunctionMode):
             finally:
                 self._paused = False
 
+    def take_rows(self, plain: Tensor, dim: int) -> Tensor:
+        """Return the rows of q of a plain tensor that has a row for each of the sequence."""
+        return plain.narrow(dim, self.window.query_start, self.window.query_length)
+
     def refuse_checkpoint(self) -> None:
         """Refuse activation checkpointing *inside* the module: it is recomputed without a view."""
         checkpoint, reentrant = checkpoint_codes()
