@@ -115,7 +115,9 @@ def bench_peers(session: nox.Session) -> None:
     session.run("python", *args, env={**RANKS_ENV, "DS_ACCELERATOR": "cpu"})
 
 
-INTERPRETED = "packages/hp-comm/tests/unit/test_kernels_interpreter.py"
+INTERPRETED = tuple(
+    f"packages/hp-comm/tests/{kind}/test_kernels_interpreter.py" for kind in ("unit", "distributed")
+)
 
 
 def with_workspace(session: nox.Session, *requirements: str) -> None:
@@ -136,7 +138,7 @@ def npu_compile(session: nox.Session) -> None:
     with_workspace(session, *group("npu-compile"))
     session.run("python", "-m", "hp_tune.kernels.check", "npu", *session.posargs)
     env = {**RANKS_ENV, "TRITON_INTERPRET": "1"}
-    session.run("python", "-m", "pytest", INTERPRETED, env=env)
+    session.run("python", "-m", "pytest", *INTERPRETED, env=env)
 
 
 @nox.session(default=False)
@@ -145,7 +147,7 @@ def cuda_compile(session: nox.Session) -> None:
     with_workspace(session, *group("cuda-compile"))
     session.run("python", "-m", "hp_tune.kernels.check", "cuda", *session.posargs)
     env = {**RANKS_ENV, "TRITON_INTERPRET": "1"}
-    session.run("python", "-m", "pytest", INTERPRETED, env=env)
+    session.run("python", "-m", "pytest", *INTERPRETED, env=env)
 
 
 @nox.session(default=False)

@@ -90,8 +90,9 @@ def _tensors(work: HeadWork, blank: Tensor) -> dict[str, Tensor]:
 def _read(x: Tensor, work: HeadWork) -> Tensor:
     """Return ``x`` as the kernels can read it."""
     x = resolved(x)
-    # pairs of neighbours that do not lie side by side: no compiler reads that well
-    return x.contiguous() if work.interleaved and work.rotary and x.stride(-1) != 1 else x
+    # pairs in heads that do not lie in one piece: read number by number, and triton-ascend 3.2
+    # does not compile some of them
+    return x.contiguous() if work.rotary and x.stride(-1) != 1 else x
 
 
 def _launches(
