@@ -287,6 +287,8 @@ class DyingJudge(StandInJudge):
         if launch["tile"] == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if launch["tile"] == 2:
+            child = subprocess.Popen(["sleep", "300"])
+            Path("child.pid").write_text(str(child.pid))
             signal.pause()
         print("noise of a compiler")  # noqa: T201
         return Verdict("complete", float(os.getpid()), broken=launch["tile"] == 3)
@@ -305,8 +307,14 @@ def _of_here(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"{Path(__file__).stem}.{name}"
 
 
+def _runs(pid: int) -> bool:
+    """Say whether a process does anything any more; nobody may have waited for it."""
+    path = Path(f"/proc/{pid}/stat")
+    return path.is_file() and path.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
 def test_a_judge_that_dies_or_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is a verdict with a reason; the next launch finds a new process."""
+    """Each is a verdict with a reason; the next launch finds a new process, and no orphan."""
     worker = Worker(20.0, _of_here("DyingJudge", monkeypatch))
     shape = Shape(8, (2,), 8, 2)
     try:
@@ -314,7 +322,7 @@ def test_a_judge_that_dies_or_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch)
         first = worker.judge("pack", shape, {"tile": 4})
         died = worker.judge("pack", shape, {"tile": 1})
         second = worker.judge("pack", shape, {"tile": 4})
-        worker.timeout_s = 0.5
+        worker.timeout_s = 3.0
         hung = worker.judge("pack", shape, {"tile": 2})
         worker.timeout_s = 20.0
         third = worker.judge("pack", shape, {"tile": 3})
@@ -323,7 +331,8 @@ def test_a_judge_that_dies_or_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch)
         worker.close()
 
     assert (died.rule, died.reason) == ("crash", "its process was ended by SIGKILL")
-    assert (hung.rule, hung.reason) == ("time", "no answer after 0.5 s")
+    assert (hung.rule, hung.reason) == ("time", "no answer after 3 s")
+    assert not _runs(int(Path("child.pid").read_text()))
     assert len({one.ms for one in (first, second, third, fourth)}) == 4
 
 

@@ -217,6 +217,7 @@ def _present(torch: Any, asked: Asked) -> str:
             f"--device {asked.torch_name} must be one of {module.device_count()} that are here",
             f"use {kind}:0",
         )
+    module.set_device(asked.index or 0)  # events are recorded on the current device
     return str(module.get_device_name(asked.index or 0))
 
 

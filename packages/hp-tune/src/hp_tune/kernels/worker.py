@@ -6,6 +6,7 @@ process is then ended and the next launch finds a new one. The parent imports no
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -67,17 +68,17 @@ class Worker:
         return verdict
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, and those that it started."""
         process, self._process = self._process, None
         pipe, self._pipe = self._pipe, None
         if pipe is not None:
             pipe.close()
-        if process is not None:
-            process.terminate()
-            process.join(GRACE_S)
-            if process.is_alive():
-                process.kill()
-                process.join(GRACE_S)
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid or 0, signal.SIGKILL)  # and the compiler that it may wait for
+        process.kill()  # it may not have had a group of its own yet
+        process.join(GRACE_S)
 
     def _start(self) -> Facts:
         assert self._opened is not None, "open comes first"
@@ -120,8 +121,7 @@ class Worker:
 
 def serve(pipe: Connection, judge: str, asked: Asked, mode: Mode) -> None:
     """Answer from the process's side of ``pipe`` until it closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.setsid()  # the parent decides what an interrupt means, and ends all of us at once
     sys.stdout = sys.stderr  # stdout is the parent's, and may be JSON
     os.environ.setdefault("TORCH_SHOW_CPP_STACKTRACES", "0")
     module, _, name = judge.rpartition(".")
