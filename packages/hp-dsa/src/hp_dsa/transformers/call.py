@@ -1,0 +1,197 @@
+"""One call of a prepared model: the facts that no layer can read off its shard.
+
+Two hooks on the model settle them before anything is computed and send them down to the layers as
+the keyword ``hp_dsa_call``: transformers passes keywords it does not know through its layers, so
+that nothing of a call is stored in a layer, and recomputation sees the same facts.
+
+Sent, on the CP group: one preflight. No mask is made, neither of the whole sequence nor of a shard.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
+
+from hp_comm import preflight
+from hp_dsa.boundary import DSABoundary
+from hp_dsa.transformers import _refusals
+from hp_dsa.transformers.cores import SparseAttention
+from hp_mesh.boundary import boundary_of
+from hp_mesh.checks import fail
+from hp_mesh.sequence import Order, position_ids
+
+__all__ = ["KEYWORD", "ModelCall", "enter_model", "last_call", "leave_model"]
+
+KEYWORD = "hp_dsa_call"
+
+_calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_last: weakref.WeakKeyDictionary[nn.Module, ModelCall] = weakref.WeakKeyDictionary()
+# beside the models and not in them: a copy or a pickle of a model has no calls behind it
+
+
+@dataclass(eq=False)
+class ModelCall:
+    """The facts of one call, and the losses that its layers add.
+
+    Attributes:
+        owner: ``id`` of the model that was called.
+        layout: ``"BSND"`` or ``"TND"``.
+        order: How the data lies on the ranks.
+        group: The context-parallel ranks in sequence order; None on one device.
+        rank: This rank's place among them.
+        cp_size: Their number.
+        batch: ``B``.
+        global_length: ``S``.
+        ends: Cumulative ends of the packed documents in the whole sequence; None for ``"BSND"``.
+        records: Whether the caller records gradients.
+        losses: The indexers' summed losses by layer.
+    """
+
+    owner: int
+    layout: str
+    order: Order
+    group: ProcessGroup | None
+    rank: int
+    cp_size: int
+    batch: int = 0
+    global_length: int = 0
+    ends: list[int] | None = None
+    records: bool = True
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    is_open: bool = True
+
+    def add(self, layer: int, loss: Tensor) -> None:
+        """Keep a layer's loss; what recomputation computes again is not another one."""
+        if self.is_open:
+            self.losses[layer] = loss
+
+    def packed(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return ``[B, S, ...]`` in the layout of the operators."""
+        return tensors if self.layout == "BSND" else tuple(x.squeeze(0) for x in tensors)
+
+    def unpacked(self, x: Tensor) -> Tensor:
+        """Return a tensor of the operators' layout as ``[B, S, ...]``."""
+        return x if self.layout == "BSND" else x.unsqueeze(0)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Return the positions of this rank's tokens in their documents, ``[1, S/P]``."""
+        starts = None if self.ends is None else [0, *self.ends]
+        cp = (self.rank, self.cp_size)
+        found = position_ids(
+            cp,
+            global_length=self.global_length,
+            order=self.order,
+            cu_seqlens=starts,
+            device=device,
+        )
+        return found[None]
+
+
+def last_call(model: nn.Module) -> ModelCall | None:
+    """Return the facts of the last call of ``model`` that came to its end."""
+    return _last.get(model)
+
+
+def enter_model(
+    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Settle the facts of a call and rewrite its arguments (a forward pre-hook).
+
+    On the model and on its base model: the outer one settles the facts, the base model gets the
+    positions and an empty mask.
+    """
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    call: ModelCall | None = named.get(KEYWORD)
+    if call is None:
+        call = named[KEYWORD] = _settle(model, named)
+    if model.base_model is model:
+        tokens = _refusals.tokens_of(named, type(model).__name__)
+        named["position_ids"] = call.positions(tokens.device)
+        # a dict is taken as it is: no mask of S x S is made
+        named["attention_mask"] = {"indexed_attention": None}
+        named["use_cache"] = False  # the config's default; whoever asks for a cache was refused
+    return (), named
+
+
+def leave_model(
+    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """Keep the call for `indexer_loss` (a forward hook)."""
+    call: ModelCall = kwargs[KEYWORD]
+    if call.owner == id(model):
+        call.is_open = False
+        _last[model] = call
+
+
+def _settle(model: PreTrainedModel, named: dict[str, Any]) -> ModelCall:
+    where = type(model).__name__
+    _last.pop(model, None)
+    call = _facts(model, where)
+    problem: ValueError | None = None
+    shapes: dict[str, object] = {}
+    try:
+        shapes = _read(model, named, call, where)
+    except ValueError as error:
+        problem = error
+    index = _calls.get(model, 0)
+    _calls[model] = index + 1
+    if call.group is not None:
+        preflight(call.group, where, shapes, error=problem, call_index=index)
+    elif problem is not None:
+        raise problem
+    return call
+
+
+def _facts(model: PreTrainedModel, where: str) -> ModelCall:
+    """Return what the boundaries know: layout, order, ranks."""
+    found = [m for m in model.modules() if isinstance(m, SparseAttention)]
+    records = torch.is_grad_enabled()
+    boundaries = [boundary_of(core) for core in found]
+    if all(boundary is None for boundary in boundaries):
+        layout = found[0].layout
+        return ModelCall(id(model), layout, "contiguous", None, 0, 1, records=records)
+    boundary = boundaries[0]
+    if not isinstance(boundary, DSABoundary) or None in boundaries:
+        raise fail(
+            where,
+            f"{sum(b is None for b in boundaries)} of {len(found)} layers have no "
+            "context-parallel style, and all must have one or none",
+            "let prepare_model apply them",
+        )
+    plan, rank = boundary.plan, boundary.rank
+    return ModelCall(
+        id(model), plan.layout, plan.order, boundary.group, rank, plan.cp_size, records=records
+    )
+
+
+def _read(
+    model: PreTrainedModel, named: dict[str, Any], call: ModelCall, where: str
+) -> dict[str, object]:
+    """Fill in the lengths, check the call, and return what must be alike on all ranks."""
+    tokens = _refusals.tokens_of(named, where)
+    call.batch, local = tokens.shape[:2]
+    call.global_length = local * call.cp_size
+    _refusals.check_call(model, named, call.cp_size, where)
+    starts: Sequence[int] | Tensor | None = named.get("cu_seq_lens_q")
+    if call.layout == "TND":
+        call.ends = _refusals.read_ends(named, call.batch, call.global_length, where)
+    elif starts is not None:
+        raise fail(
+            where,
+            'cu_seq_lens_q (given) must come with layout="TND": documents would see each other',
+            'prepare_model(model, layout="TND")',
+        )
+    _refusals.check_labels(named, call, where)
+    given = named.get("position_ids")
+    if given is not None:
+        _refusals.check_positions(given, call.positions(given.device), where)
+    return {"tokens": (call.batch, local), "documents end at": call.ends, "grad": call.records}
