@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import cast
 
 import pytest
@@ -196,6 +197,21 @@ def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     with pytest.raises(ValueError, match="set TRITON_INTERPRET=1, or use HP_KERNELS=reference"):
         implementation(torch.empty(0))
+
+
+def test_a_triton_that_does_not_import_names_the_reason_and_the_extras(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both extras in one environment mix their files; the message says that."""
+    broken = ModuleType("triton")
+    monkeypatch.setitem(sys.modules, "triton", broken)
+    monkeypatch.setattr(broken, "__spec__", ModuleSpec("triton", None), raising=False)
+    monkeypatch.setitem(sys.modules, "triton.language", None)
+    monkeypatch.delitem(sys.modules, "hp_comm.kernels._triton", raising=False)
+    monkeypatch.setenv("HP_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ImportError, match=r"cannot be imported .*both put a triton there"):
+        pack([torch.zeros(2, 2)], [1], [1, 1], [])
 
 
 def test_another_device_takes_triton_and_says_so_where_it_is_missing(

@@ -67,13 +67,18 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 def device_name(x: Tensor) -> str:
     """Return the device as launch configs name it: ``cuda-sm90``, ``ascend910b3``, ``cpu``."""
-    if x.device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(x.device)
+    return _name_of(x.device)
+
+
+@lru_cache(maxsize=64)
+def _name_of(device: torch.device) -> str:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
         return f"cuda-sm{major}{minor}"
-    if x.device.type == "npu":
+    if device.type == "npu":
         npu: Any = getattr(torch, "npu", None)  # torch_npu adds it
-        return str(npu.get_device_name(x.device)).lower()
-    return x.device.type
+        return str(npu.get_device_name(device)).lower()
+    return device.type
 
 
 def call(kernel: str, one: Launch, device: torch.device, **tensors: Tensor) -> None:

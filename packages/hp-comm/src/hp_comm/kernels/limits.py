@@ -59,12 +59,22 @@ def alignment(offsets: Iterable[int]) -> int:
 def blocks(pieces: Segments, tile: int) -> Blocks:
     """Return a tile of at most ``tile`` elements, a power of two: whole rows if they fit."""
     inner = min(power_of_two(pieces.inner), tile)
-    return Blocks(min(max(tile // inner, 1), power_of_two(pieces.rows)), inner)
+    inner = _within(inner, [of_inner for _, of_inner in pieces.strides])
+    rows = min(max(tile // inner, 1), power_of_two(pieces.rows))
+    return Blocks(_within(rows, [row for row, _ in pieces.strides]), inner)
 
 
-def head_blocks(rows: int, size: int, tile: int) -> int:
+def head_blocks(rows: int, size: int, tile: int, strides: Iterable[int] = ()) -> int:
     """Return how many rows of whole heads of ``size`` make a tile of at most ``tile`` elements."""
-    return min(max(tile // power_of_two(size), 1), power_of_two(rows))
+    return _within(min(max(tile // power_of_two(size), 1), power_of_two(rows)), strides)
+
+
+def _within(count: int, strides: Iterable[int]) -> int:
+    """Return at most ``count``, a power of two, so that offsets inside a tile fit 32 bits."""
+    largest = max(map(abs, strides), default=0)
+    while count > 1 and count * largest >= 2**30:
+        count //= 2
+    return count
 
 
 def bundles(segments: Sequence[Segments]) -> list[tuple[Segments, ...]]:

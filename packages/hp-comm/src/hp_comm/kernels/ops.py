@@ -57,8 +57,20 @@ def chosen(x: Tensor) -> str:
 
 def implementation(x: Tensor) -> Kernels:
     """Return the kernels that move data on ``x``'s device; see `chosen`."""
-    name = {"reference": "reference", "triton": "launch"}[chosen(x)]
-    return cast(Kernels, importlib.import_module(f"hp_comm.kernels.{name}"))
+    return cast(Kernels, load({"reference": "reference", "triton": "launch"}[chosen(x)]))
+
+
+@cache
+def load(name: str) -> Any:
+    """Return a module of kernels, or say why its triton does not work."""
+    try:
+        return importlib.import_module(f"hp_comm.kernels.{name}")
+    except ImportError as error:
+        raise ImportError(
+            f"hp_comm.kernels: triton is installed but cannot be imported ({error}); install the "
+            "extra hp-comm[cuda] or hp-comm[npu] into an environment of its own: both put a triton "
+            "there, and their files mix"
+        ) from error
 
 
 @cache

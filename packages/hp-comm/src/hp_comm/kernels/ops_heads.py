@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from hp_comm.kernels import arithmetic
 from hp_comm.kernels.arithmetic import HeadWork
 from hp_comm.kernels.layout import packed_size
-from hp_comm.kernels.ops import chosen
+from hp_comm.kernels.ops import chosen, load
 from hp_mesh.checks import fail
 
 __all__ = ["HeadWork", "check_work", "merge", "pack_heads", "unpack_heads"]
@@ -25,7 +24,7 @@ __all__ = ["HeadWork", "check_work", "merge", "pack_heads", "unpack_heads"]
 def _module(x: Tensor, name: str) -> Any:
     if chosen(x) == "reference":
         return arithmetic
-    return importlib.import_module(f"hp_comm.kernels.{name}")
+    return load(name)
 
 
 def check_work(where: str, x: Tensor, work: HeadWork, head_dim: int) -> None:

@@ -92,7 +92,8 @@ def head_launch(kernel: str, segments: Segments, work: Work, launch: Mapping[str
     """
     rotary, interleaved, norm, eps = work
     size, rows = segments.inner, segments.rows
-    block_rows = head_blocks(rows, size, launch["tile"])
+    strides = [row for row, _ in segments.strides]
+    block_rows = head_blocks(rows, size, launch["tile"], strides)
     programs = grid([len(segments.table)], [-(-rows // block_rows)], launch)
     table = tuple(n for line in segments.table for n in line)
     (x_row, x_in), *others = segments.strides
