@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from hp_comm import preflight
 from hp_dsa.boundary import DSABoundary, DSACall
+from hp_dsa.gather import Source
+from hp_dsa.gather_cache import open_gathers
 from hp_dsa.inputs import LENGTH, Inputs, advise
 from hp_mesh.handoff import Waitable
 from hp_mesh.handoffs import HandoffState, TakesHandoffs
@@ -60,14 +62,19 @@ class AsyncDSABoundary(TakesHandoffs, DSABoundary):
         for name, handoff in self.handoffs.items():
             source = inputs.sources.get(name)
             claimed = None
-            if source is not None:
+            if source is not None and self._comes_anyway(source, inputs):
+                handoff.disarm()
+            elif source is not None:
                 claimed = self.claim(name, source.tensor, None)
-            if claimed is not None and source is not None:
-                state = source.state()
-                if any(inputs.sources[other].state() == state for other in inputs.under_way):
-                    handoff.disarm()  # the same data comes with another one every time
-                    claimed = None
-                else:
-                    inputs.under_way[name] = claimed
+            if claimed is not None:
+                inputs.under_way[name] = claimed
             inputs.handoffs[name] = handoff.state(claimed is not None)
         return inputs
+
+    def _comes_anyway(self, source: Source, inputs: Inputs) -> bool:
+        """Whether the same data is gathered for another argument, or was for another boundary."""
+        known = open_gathers()
+        state = source.state()
+        return (known is not None and known.has(source, self.gatherer)) or any(
+            inputs.sources[other].state() == state for other in inputs.under_way
+        )

@@ -128,8 +128,8 @@ class AsyncDSASparseAttentionContextParallel(_AsyncStyle, DSASparseAttentionCont
 class AsyncDSAIndexerLossContextParallel(_AsyncStyle, DSAIndexerLossContextParallel):
     """`DSAIndexerLossContextParallel` whose gathers overlap with what follows the keys.
 
-    Within a `DSAGatherCache` attention and indexer have gathered all of its keys: give the handoffs
-    to them, and none to the loss.
+    Within a `DSAGatherCache` attention and indexer have gathered all of its keys, and its own
+    handoffs are given up at once.
     """
 
     def apply(

@@ -176,6 +176,11 @@ class Gathered:
         self.add(source, gatherer, adopted, found[0].pack)
         return adopted
 
+    def has(self, source: Source, gatherer: Gatherer) -> bool:
+        """Whether the data of ``source`` has been gathered."""
+        state = source.state()
+        return any(one.gatherer == gatherer and one.state == state for one in self.known)
+
     def clear(self) -> None:
         """Forget everything."""
         self.known.clear()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -53,8 +54,11 @@ def _sweep() -> list[_Scope]:
 
 
 def open_gathers() -> Gathered | None:
-    """Return what has been gathered within the innermost open cache of this thread, or None."""
-    if not _scopes.open:
+    """Return what has been gathered within the innermost open cache of this thread, or None.
+
+    Not in inference mode, where changes in place are not counted.
+    """
+    if not _scopes.open or torch.is_inference_mode_enabled():
         return None
     scopes = _sweep()
     return scopes[-1].gathered if scopes else None

@@ -39,7 +39,9 @@ class DSAStyle(BoundaryStyle):
         use_local_input: Hand the module plain local tensors with the keys cut to what its rows may
             see, for kernels that take no DTensor. Lengths must then be keywords of the call; they
             are rewritten for the window.
-        load_balance: Compute two chunks of the sequence on each rank, of equal causal work.
+        load_balance: Compute two chunks of the sequence on each rank, of equal causal work. What
+            `attention_window` tells is then the first of them, or with ``use_local_input`` that of
+            the call: the module is called for each.
         order: How the data lies on the ranks: ``"contiguous"``, or ``"head_tail"`` as
             ``shard_sequence(order="head_tail")`` cuts it. Default: ``"head_tail"`` with
             ``load_balance``, where nothing but keys is ever sent.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hp_dsa import AsyncDSAIndexerLossContextParallel
 from hp_mesh.handoffs import _warned
 from hp_mesh.testing import ranks
 
@@ -56,6 +57,31 @@ def test_steps_equal_the_unsharded_model(case: Case) -> None:
 
 def test_steps_of_processes_equal_the_unsharded_model() -> None:
     ranks(2, backend="processes").run(_steps, CASE)
+
+
+def _redundant(rank: int) -> None:
+    case = CASE.but(cached=True)
+
+    def place(model: Any) -> Any:
+        apply(model, case)
+        AsyncDSAIndexerLossContextParallel().remove(model.layer.loss)
+        AsyncDSAIndexerLossContextParallel().apply(
+            model.layer.loss,
+            case.mesh(),
+            key_handoff=model.latent,
+            key_index_handoff=model.key_index,
+            key_rope_handoff=model.key_rope,
+        )
+        return model
+
+    model, sent = compare_steps(rank, case, place=place)
+    assert [counted.count("all_gather") for counted in sent[1:]] == [3, 3]
+    assert all(handoff.disarmed for handoff in boundaries(model)[2].handoffs.values())
+    assert_idle(model)
+
+
+def test_handoffs_of_what_the_cache_has_are_given_up_without_a_word() -> None:
+    ranks(2).run(_redundant)
 
 
 def two_in_flight(model: Any, xs: Sequence[Tensor], ups: Sequence[Tensor]) -> list[Any]:

@@ -36,6 +36,22 @@ def test_a_layer_gathers_each_key_once_and_forgets_it() -> None:
     ranks(2).run(_gathers)
 
 
+def _inference(rank: int) -> None:
+    layer = Layer(CASE)
+    styles(CASE)(layer, CASE.mesh())
+    expected, _ = reference(CASE)
+    with torch.inference_mode(), count_collectives() as sent:
+        xs = {n: CASE.local(x, rank) * 1 for n, x in CASE.inputs().items()}
+        outputs = layer(*xs.values())
+    assert_close(outputs["out"], CASE.local(expected["out"], rank))
+    assert_close(outputs["loss"], expected["loss"], kind="loss")
+    assert sent.count("all_gather") == 3  # within the loss alone all keys fit in one
+
+
+def test_inference_mode_shares_nothing_because_changes_are_not_counted() -> None:
+    ranks(2).run(_inference)
+
+
 class Layers(nn.Module):
     """Variations of what a layer passes to its boundaries."""
 
