@@ -14,14 +14,12 @@ import argparse
 import importlib
 import inspect
 import json
-import platform
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 
@@ -66,25 +64,6 @@ def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()))
     Console(width=None if sys.stdout.isatty() else 120).print(table)
-
-
-def provenance(device: str) -> dict[str, Any]:
-    """Say on what the numbers were taken."""
-    import torch
-
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return {
-        "device": f"{device} ({platform.machine()})",
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "commit": commit.stdout.strip() or None,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
 
 
 if __name__ == "__main__":

@@ -16,8 +16,10 @@ from pathlib import Path
 HOME = Path(__file__).resolve().parents[1]
 sys.path[0] = str(HOME)  # `peers` is then a package, here and in the ranks
 
+from provenance import provenance  # noqa: E402
+
 from peers.cases import HEADS, SEQS, cases  # noqa: E402
-from peers.report import provenance, show_case, show_verdicts  # noqa: E402
+from peers.report import LIBRARIES, show_case, show_verdicts  # noqa: E402
 from peers.run import Bench  # noqa: E402
 from peers.verdict import failures_of_ours, verdicts  # noqa: E402
 
@@ -40,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows += found
             if options.record is not None:
                 with options.record.open("a") as file:
-                    file.writelines(json.dumps({**row, **provenance()}) + "\n" for row in found)
+                    file.writelines(
+                        json.dumps({**row, **provenance(libraries=LIBRARIES)}) + "\n"
+                        for row in found
+                    )
     show_verdicts(verdicts(rows))
     failed = failures_of_ours(rows)
     for line in failed:

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import os
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +14,7 @@ from rich.table import Table
 from peers.cases import Case
 from peers.verdict import Verdict
 
-__all__ = ["progress", "provenance", "show_case", "show_verdicts"]
+__all__ = ["LIBRARIES", "progress", "show_case", "show_verdicts"]
 
 Row = dict[str, Any]
 MIB = 2**20
@@ -131,24 +126,3 @@ def _console() -> Console:
 
 
 @functools.cache
-def provenance() -> dict[str, Any]:
-    """Say on what the numbers were taken."""
-    versions = {"python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "absent"
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return {
-        "device": f"cpu ({platform.machine()}, {os.cpu_count()} cores)",
-        "versions": versions,
-        "commit": commit.stdout.strip() or None,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
-import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from schedule import simulate, step
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from provenance import provenance
 
 TARGET = 0.25
 WORTH = 0.1  # below this part of all transfers there is nothing to hide, and a share means nothing
@@ -96,19 +97,3 @@ def times(one: dict[str, Any]) -> Table:
         waited = f"{row['end'] - row['wait']:.0f}"
         made.add_row(row["kind"], f"{row['bytes'] / 1e6:.2f}", *moments, waited)
     return made
-
-
-def provenance() -> dict[str, Any]:
-    """Say on what the numbers were taken."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return {
-        "versions": {"torch": version("torch")},
-        "commit": commit.stdout.strip() or None,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
