@@ -41,11 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             show_case(case, found, options.rounds)
             rows += found
             if options.record is not None:
+                taken = provenance(libraries=LIBRARIES)
                 with options.record.open("a") as file:
-                    file.writelines(
-                        json.dumps({**row, **provenance(libraries=LIBRARIES)}) + "\n"
-                        for row in found
-                    )
+                    file.writelines(json.dumps({**row, **taken}) + "\n" for row in found)
     show_verdicts(verdicts(rows))
     failed = failures_of_ours(rows)
     for line in failed:

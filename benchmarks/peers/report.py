@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -123,6 +122,3 @@ def show_verdicts(found: Sequence[Verdict]) -> None:
 
 def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
-
-
-@functools.cache
