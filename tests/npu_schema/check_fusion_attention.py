@@ -76,7 +76,7 @@ DOCUMENTS = ([24], [3, 9, 11, 24], [6, 12, 18, 24], [4, 4, 20, 24])
 def windows(version: int = 1) -> Iterator[tuple[str, AttentionWindow]]:
     """Yield what a rank may compute; versions 2 and 3 differ from 1 in names and types only."""
     yield "whole", AttentionWindow(0, S, S, S)
-    for rank in range(RANKS) if version == 1 else (1, 3):
+    for rank in range(RANKS) if version == 1 else (2,):
         start, stop = contiguous_rows(rank, RANKS, S)
         yield f"rank {rank}", AttentionWindow(start, stop - start, S, S)
     for rank in (0, 1) if version == 1 else ():
