@@ -369,8 +369,8 @@ def test_a_device_that_is_not_here_is_one_sentence_and_exit_code_5(device: str) 
     done = _program("--device", device)
 
     assert done.returncode == 5, done.stderr
-    what = "GPU" if device == "cuda" else "NPU"
-    assert f"must find a {what}" in done.stderr and "there is none" in done.stderr
+    what = "a GPU" if device == "cuda" else "an NPU"
+    assert f"must find {what}" in done.stderr and "there is none" in done.stderr
     assert "Traceback" not in done.stderr and done.stdout == ""
     assert len(done.stderr.splitlines()) == 2
     assert not Path(".hp-tune").exists()

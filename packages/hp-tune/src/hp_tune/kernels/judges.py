@@ -206,9 +206,9 @@ def _present(torch: Any, asked: Asked) -> str:
             "npu": "--device ascend910b3 --compile-only ranks launches without one",
             "cuda": "--device cpu checks the kernels without one",
         }
-        what = "NPU" if kind == "npu" else "GPU"
+        what = "an NPU" if kind == "npu" else "a GPU"
         raise MissingToolsError(
-            f"--device {asked.name or kind} must find a {what} that torch {torch.__version__} "
+            f"--device {asked.name or kind} must find {what} that torch {torch.__version__} "
             f"can use, and there is none",
             way_out[kind],
         )

@@ -1,6 +1,7 @@
 """The launches that are searched, and why some are not even compiled; no torch and no optuna here.
 
-V13: what a program holds must fit on chip. V14: inside a block, offsets are 32-bit numbers.
+V13: what a program holds must fit on chip. That offsets inside a block fit 32 bits (V14) is seen to
+by the planner, which makes the block smaller; launches that come out the same are tried once.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ from hp_tune.kernels.devices import Family
 from hp_tune.kernels.shapes import Shape
 from hp_tune.space import Rejection
 
-__all__ = ["Space", "label", "refusal", "space_of", "start"]
+__all__ = ["Space", "label", "planned", "refusal", "space_of", "start"]
 
 WARPS, STAGES = (2, 4, 8), (1, 2, 3, 4)
 WARP_SIZE, REGISTERS = 32, 255
 REGISTER_BYTES = 4
-INT32 = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +83,21 @@ def label(launch: Mapping[str, int]) -> str:
     return " ".join(f"{name}={value}" for name, value in launch.items())
 
 
+def planned(kernel: str, shape: Shape, launch: Mapping[str, int]) -> str:
+    """Return what a launch comes to: two that come to the same are one."""
+    launches = catalog.launches(kernel, shape.case(kernel), launch)
+    return repr([(one.grid, sorted(one.numbers.items()), one.options) for one in launches])
+
+
 def refusal(
     kernel: str, shape: Shape, launch: Mapping[str, int], family: Family
 ) -> Rejection | None:
     """Return why a launch cannot work, or None; nothing is compiled."""
     for one in catalog.launches(kernel, shape.case(kernel), launch):
-        found = _too_wide(kernel, one)
-        if found is None and family == "ascend":
+        found = None
+        if family == "ascend":
             found = _over_unified_buffer(kernel, shape, one)
-        if found is None and family == "cuda":
+        if family == "cuda":
             found = _over_registers(kernel, shape, one, launch)
         if found is not None:
             return found
@@ -123,29 +129,6 @@ def _over_registers(
         f"at least {needed} registers of a thread are needed for a tile, {REGISTERS} are there",
         {"registers": needed, "register_limit": REGISTERS, "threads": threads},
         "a smaller tile, or more warps",
-    )
-
-
-def _too_wide(kernel: str, one: Launch) -> Rejection | None:
-    numbers = {name: int(value) for name, value in one.numbers.items()}
-    if kernel in ("pack", "unpack"):
-        extents = [
-            numbers[f"BLOCK_ROWS{i}"] * max(numbers[f"x_row{i}"], numbers[f"b_row{i}"])
-            + numbers[f"BLOCK_INNER{i}"] * numbers[f"X_IN{i}"]
-            for i in range(numbers["TENSORS"])
-        ]
-    else:
-        row = max(
-            (numbers.get(name, 0) for name in ("x_row", "g_row", "c_row", "b_row")), default=0
-        )
-        extents = [numbers["BLOCK_ROWS"] * max(row, numbers["SIZE"])]
-    if max(extents) < INT32:
-        return None
-    return Rejection(
-        "V14",
-        f"a block spans {max(extents)} elements, offsets inside it must stay below {INT32}",
-        {"extent": max(extents), "limit": INT32},
-        "a smaller tile",
     )
 
 

@@ -17,7 +17,7 @@ from hp_tune.files import sha256
 from hp_tune.kernels.devices import Family
 from hp_tune.kernels.sampling import proposals
 from hp_tune.kernels.shapes import Shape
-from hp_tune.kernels.space import Space, label, refusal, space_of, start
+from hp_tune.kernels.space import Space, label, planned, refusal, space_of, start
 from hp_tune.kernels.trials import Record, opened
 from hp_tune.kernels.verdict import STOP, Facts, Judge, Mode, Verdict
 
@@ -140,14 +140,17 @@ def _fill(tuned: Tuned, settings: Settings, judge: Judge, record: Record | None)
     source = proposals(space, settings.seed, start(space, family))
     launch = next(source)
     tried = 0
+    first_of: dict[str, Trial] = {}  # of those that the planner makes the same of
     while True:
+        twin = first_of.get(planned(tuned.kernel, tuned.shape, launch))
         verdict = None if record is None else record.find(launch)
         replayed = verdict is not None
         if verdict is None:
-            verdict = _verdict(tuned, family, launch, judge)
+            verdict = _same(twin) if twin else _verdict(tuned, family, launch, judge)
             if record is not None:
                 record.add(launch, verdict)
         tuned.trials.append(Trial(launch, verdict, replayed))
+        first_of.setdefault(planned(tuned.kernel, tuned.shape, launch), tuned.trials[-1])
         tried += verdict.state != "pruned"
         if verdict.share >= STOP:
             tuned.ended = (
@@ -159,10 +162,14 @@ def _fill(tuned: Tuned, settings: Settings, judge: Judge, record: Record | None)
             tuned.ended = f"budget of {settings.budget} launches used"
             return
         try:
-            launch = source.send(verdict.ms)
+            launch = source.send(twin.verdict.ms if twin else verdict.ms)
         except StopIteration:
             tuned.ended = f"all {len(space)} launches tried or refused"
             return
+
+
+def _same(twin: Trial) -> Verdict:
+    return Verdict("pruned", rule="same", reason=f"it comes to what {label(twin.launch)} comes to")
 
 
 def _verdict(tuned: Tuned, family: Family, launch: dict[str, int], judge: Judge) -> Verdict:

@@ -46,8 +46,8 @@ class Verdict:
     Attributes:
         state: ``pruned`` was not tried, ``failed`` was tried and is no launch config.
         ms: Time of a call, measured or modelled; None unless complete.
-        rule: A word for why not: ``V13``, ``compile``, ``memory``, ``wrong``, ``time``, ``crash``,
-            ``error``.
+        rule: A word for why not: ``V13``, ``same``, ``compile``, ``memory``, ``wrong``, ``time``,
+            ``crash``, ``error``.
         reason: One line for people.
         numbers: All else.
         broken: The device is no longer to be trusted in this process.
