@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import io
+import threading
 import tokenize
 from collections.abc import Mapping
 from types import ModuleType
@@ -30,6 +31,9 @@ _IGNORED = {
     tokenize.DEDENT,
     tokenize.ENDMARKER,
 }
+
+_lock = threading.Lock()  # inspect parses the module, which CPython 3.11 does not do in two threads
+_found: dict[str, dict[str, str]] = {}
 
 _OBJECTS = (
     "RotaryEmbedding",
@@ -75,12 +79,12 @@ def fingerprints(module: ModuleType, prefix: str) -> dict[str, str]:
         module: The modeling module.
         prefix: What its classes' names begin with.
     """
-    found = {}
-    for name in _OBJECTS:
-        item = getattr(module, prefix + name if name[0].isupper() else name, None)
-        if item is not None:
-            found[name] = _digest(item)
-    return found
+    with _lock:
+        if prefix not in _found:
+            names = {n: prefix + n if n[0].isupper() else n for n in _OBJECTS}
+            items = {n: getattr(module, name, None) for n, name in names.items()}
+            _found[prefix] = {n: _digest(item) for n, item in items.items() if item is not None}
+        return _found[prefix]
 
 
 def _digest(item: Any) -> str:
