@@ -168,6 +168,7 @@ def dense_softmax_lse(
 ) -> tuple[Tensor, Tensor]:
     """Call ``npu_dense_lightning_indexer_softmax_lse``, for 8192 queries at a time."""
     _require_dtype(rows, query_index=query_index, key_index=key_index, weights=weights)
+    _require_index(rows, query_index)
     sequence = 2 if rows.layout == "BSND" else 1
     shape = [1, rows.num_queries]
     shape = [rows.batch, *shape] if rows.layout == "BSND" else shape
@@ -325,6 +326,10 @@ def _require_loss(
         rows, query=query, key=key, query_index=query_index, key_index=key_index, weights=weights
     )
     _require(rows, "N1", query.shape[-2], (32, 64, 128), "32, 64 or 128 heads")
+    _require_index(rows, query_index)
+
+
+def _require_index(rows: Rows, query_index: Tensor) -> None:
     _require(rows, "N1 of query_index", query_index.shape[-2], (8, 16, 32, 64), "8, 16, 32 or 64")
     _require(rows, "D of query_index", query_index.shape[-1], (128,), "an index head size of 128")
     _require(rows, "S2", rows.num_keys, range(_LOSS_KEYS + 1), f"at most {_LOSS_KEYS} keys")

@@ -158,6 +158,20 @@ def test_an_unknown_implementation_is_refused(monkeypatch: pytest.MonkeyPatch) -
         implementation(torch.zeros(1))
 
 
+def test_triton_that_is_not_there_or_cannot_run_is_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HP_DSA", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"install hp-dsa\[cuda\], or use HP_DSA=tiled"):
+        implementation(torch.zeros(1))
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with pytest.raises(ValueError, match=r"must be used with tensors on cuda, not on cpu"):
+        implementation(torch.zeros(1))
+
+
 def test_second_derivatives_are_refused() -> None:
     """Recomputed gradients are not differentiable: an error, not a silent zero."""
     x = base(4)

@@ -1,7 +1,8 @@
 """DeepSeek Sparse Attention's operators: torch_npu's arguments, any device, exact gradients.
 
 `reference` defines them in plain torch; `tiled` is what CPU and CUDA run; on an npu tensor the
-calls go to torch_npu. ``HP_DSA=reference|tiled`` forces one. See `dispatch.implementation`.
+calls go to torch_npu. ``HP_DSA=reference|tiled|triton|npu`` forces one; the Triton kernels are for
+CUDA and run only when asked for. See `dispatch.implementation`.
 """
 
 from __future__ import annotations
