@@ -119,7 +119,9 @@ def bench_peers(session: nox.Session) -> None:
 INTERPRETED = tuple(
     f"packages/hp-comm/tests/{kind}/test_kernels_interpreter.py" for kind in ("unit", "distributed")
 )
-INTERPRETED_DSA = "packages/hp-dsa/tests/unit/test_ops_interpreter.py"  # kernels for CUDA alone
+# hp-dsa's kernels are for CUDA alone
+INTERPRETED_DSA = "packages/hp-dsa/tests/unit/test_ops_interpreter.py"
+COMPILED_DSA = "packages/hp-dsa/tests/unit/test_ops_compile.py"
 
 
 def with_workspace(session: nox.Session, *requirements: str) -> None:
@@ -152,6 +154,7 @@ def cuda_compile(session: nox.Session) -> None:
     session.run("python", "-m", "hp_tune.kernels.check", "cuda", *session.posargs)
     env = {**RANKS_ENV, "TRITON_INTERPRET": "1"}
     session.run("python", "-m", "pytest", *INTERPRETED, INTERPRETED_DSA, env=env)
+    session.run("python", "-m", "pytest", COMPILED_DSA, env=RANKS_ENV)
 
 
 @nox.session(default=False)
