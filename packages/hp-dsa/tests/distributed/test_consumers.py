@@ -122,10 +122,11 @@ def _leaks(rank: int, options: dict[str, Any]) -> tuple[int, int]:
             with pytest.raises(ValueError, match="rows"):
                 model.layer.attention(out, out[:, :2], out, out)
         del out, loss
-        counts.append(_live())
+        if step in (8, 23):  # looking through all objects takes a while
+            counts.append(_live())
     for boundary in boundaries(model):
         boundary.flush()
-    return counts[8], counts[-1]
+    return counts[0], counts[1]
 
 
 @pytest.mark.parametrize("options", [{}, {"keep_keys": False}], ids=str)
