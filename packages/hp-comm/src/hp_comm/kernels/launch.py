@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hp_comm.kernels import _triton, reference
 from hp_comm.kernels.config import launch_of
+from hp_comm.kernels.fitting import fitting
 from hp_comm.kernels.layout import Shape, copies, packed_size
 from hp_comm.kernels.limits import TENSORS, bundles
 from hp_comm.kernels.plans import Launch, move_launch
@@ -49,7 +50,13 @@ def _planned(
     largest = max(segments, key=lambda one: one.elements)
     sizes = {"rows": largest.rows, "inner": largest.inner, "element_size": element_size}
     launch = launch_of(kernel, device, sizes)
-    return tuple(move_launch(kernel, bundle, launch) for bundle in bundles(segments))
+    return fitting(
+        kernel,
+        device,
+        element_size,
+        launch,
+        lambda one: [move_launch(kernel, bundle, one) for bundle in bundles(segments)],
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -11,11 +11,12 @@ from torch import Tensor
 from hp_comm.kernels import arithmetic
 from hp_comm.kernels.arithmetic import HeadWork
 from hp_comm.kernels.config import launch_of
+from hp_comm.kernels.fitting import fitting
 from hp_comm.kernels.launch import MOVED, Cut, call, device_name, move, resolved
 from hp_comm.kernels.layout import Shape, copies, packed_size
 from hp_comm.kernels.plans import Launch, Work, head_launch
 from hp_comm.kernels.reference import zero_what_nobody_sends
-from hp_comm.kernels.segments import head_segments
+from hp_comm.kernels.segments import Segments, head_segments
 
 __all__ = ["pack_heads", "unpack_heads"]
 
@@ -56,19 +57,20 @@ def _planned(
         len(shapes[t]),
         summed=kernel == "unpack_rotary",
     )
-    return tuple(
-        head_launch(
-            kernel,
-            one,
-            work,
-            launch_of(
-                kernel,
-                device,
-                {"rows": one.rows, "inner": one.inner, "element_size": element_size},
-            ),
+    planned: list[Launch] = []
+    for one in segments:
+        sizes = {"rows": one.rows, "inner": one.inner, "element_size": element_size}
+        launch = launch_of(kernel, device, sizes)
+        planned += fitting(
+            kernel, device, element_size, launch, partial(_head_launches, kernel, one, work)
         )
-        for one in segments
-    )
+    return tuple(planned)
+
+
+def _head_launches(
+    kernel: str, segments: Segments, work: Work, launch: Mapping[str, int]
+) -> list[Launch]:
+    return [head_launch(kernel, segments, work, launch)]
 
 
 def _strides(xs: Sequence[Tensor], t: int, other: Shape) -> tuple[Shape, ...]:

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from hp_comm.kernels import _triton, arithmetic
 from hp_comm.kernels.config import launch_of
+from hp_comm.kernels.fitting import fitting
 from hp_comm.kernels.launch import MOVED, device_name, on
-from hp_comm.kernels.plans import merge_launch
+from hp_comm.kernels.plans import Launch, merge_launch
 
 __all__ = ["merge", "merge_backward"]
 
 
+@lru_cache(maxsize=512)
+def _planned(kernel: str, device: str, element_size: int, rows: int, size: int) -> Launch:
+    """Return the call for ``rows`` outputs of ``size``."""
+    sizes = {"rows": rows, "inner": size, "element_size": element_size}
+    launch = launch_of(kernel, device, sizes)
+    (one,) = fitting(
+        kernel, device, element_size, launch, lambda given: [merge_launch(rows, size, given)]
+    )
+    return one
+
+
 def _run(kernel: str, rows: int, size: int, tensors: dict[str, Tensor]) -> None:
     like = next(iter(tensors.values()))
-    sizes = {"rows": rows, "inner": size, "element_size": like.element_size()}
-    one = merge_launch(rows, size, launch_of(kernel, device_name(like), sizes))
+    one = _planned(kernel, device_name(like), like.element_size(), rows, size)
     options = {} if like.device.type == "cpu" else one.options
     with on(like.device):
         getattr(_triton, kernel)[one.grid](**tensors, **one.numbers, **options)
