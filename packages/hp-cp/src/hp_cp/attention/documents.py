@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hp_mesh.checks import fail, require
+from hp_mesh.documents import packed_window
 from hp_mesh.window import AttentionWindow, Range
 
 __all__ = ["cut_documents"]
@@ -48,22 +49,16 @@ def cut_documents(
     keys = _ranges(args, "actual_seq_kvlen", window.key_length, where)
     _check(args, queries, keys, mode, causal, band_ends_at_diagonal, where)
 
-    start, end = window.query_start, window.query_end
-    rows = [min(b, end) - max(a, start) for a, b in queries]
-    here = [index for index, count in enumerate(rows) if count > 0]
-    # a document without queries may lie in between: it stays, so that its keys are counted
-    local = slice(here[0], here[-1] + 1)
-    query_lengths = [max(count, 0) for count in rows[local]]
-    # rows on later ranks are a document's last ones: so are the keys that only they see
-    unseen = [max(b - end, 0) if causal else 0 for _, b in queries[local]]
-    key_ranges = [(c, e - cut) for (c, e), cut in zip(keys[local], unseen, strict=True)]
-
-    for name, lengths in (
-        ("actual_seq_qlen", query_lengths),
-        ("actual_seq_kvlen", [e - c for c, e in key_ranges]),
-    ):
-        args[name] = _like(args[name], list(itertools.accumulate(lengths)))
-    return key_ranges[0][0], key_ranges[-1][1]
+    found = packed_window(
+        (window.query_start, window.query_end),
+        [end for _, end in queries],
+        [end for _, end in keys],
+        causal=causal,
+    )
+    assert found.query_lengths is not None and found.key_lengths is not None, "packed"
+    args["actual_seq_qlen"] = _like(args["actual_seq_qlen"], list(found.query_lengths))
+    args["actual_seq_kvlen"] = _like(args["actual_seq_kvlen"], list(found.key_lengths))
+    return found.keys
 
 
 def _ranges(args: MutableMapping[str, Any], name: str, total: int, where: str) -> list[Range]:
