@@ -7,8 +7,9 @@ operator works on local tensors::
     key   [B, S, ..] Replicate()  -> rows [0, e), e the end of a window
     lengths of the whole sequence -> lengths of the window
 
-There is no way past the cut: it is made where local tensors are made. A module that called
-``to_local()`` is served alike.
+An operator has no way past the cut: it is made where local tensors are made, and a module that
+called ``to_local()`` is served alike. A kernel that is none of these operators is not seen here: with
+``use_local_input=True`` the boundary itself cuts, and the module is handed no other key.
 """
 
 from __future__ import annotations
