@@ -8,8 +8,8 @@ operator works on local tensors::
     lengths of the whole sequence -> lengths of the window
 
 An operator has no way past the cut: it is made where local tensors are made, and a module that
-called ``to_local()`` is served alike. A kernel that is none of these operators is not seen here: with
-``use_local_input=True`` the boundary itself cuts, and the module is handed no other key.
+called ``to_local()`` is served alike. A kernel that is none of these operators is not seen here:
+with ``use_local_input=True`` the boundary itself cuts, and the module is handed no other key.
 """
 
 from __future__ import annotations
