@@ -236,6 +236,17 @@ def test_shapes_that_the_runtime_cannot_tell_apart_are_tuned_once(judge: StandIn
     )
 
 
+def test_a_folder_that_cannot_be_written_is_said_before_anything_is_tried(
+    judge: StandInJudge, folder: Path
+) -> None:
+    """Not after hours."""
+    (folder / "file").touch()
+    result = run(*CUDA, "--out", "file/configs")
+
+    assert code_of(result) == 2 and "file/configs cannot be written" in str(result.exception)
+    assert judge.count == 0
+
+
 def test_an_interrupt_prints_the_best_so_far(judge: StandInJudge, folder: Path) -> None:
     """What was found is said, no file is written, and a second run takes it up."""
     judge.interrupt_after = 12
@@ -373,7 +384,7 @@ def test_a_device_that_is_not_here_is_one_sentence_and_exit_code_5(device: str) 
     assert f"must find {what}" in done.stderr and "there is none" in done.stderr
     assert "Traceback" not in done.stderr and done.stdout == ""
     assert len(done.stderr.splitlines()) == 2
-    assert not Path(".hp-tune").exists()
+    assert list(Path.cwd().iterdir()) == []
 
 
 @pytest.mark.skipif(_has("triton"), reason="a triton is here")

@@ -38,7 +38,7 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalJudge]:
     assert facts.name == "cpu" and "torch" in facts.versions
     yield found
     found.close()
-    for module in (launch, launch_heads):
+    for module in (launch, launch_heads, launch_merge):
         module._planned.cache_clear()
 
 

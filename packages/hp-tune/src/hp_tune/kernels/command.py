@@ -101,6 +101,7 @@ def kernels(**options: Any) -> None:
         facts = judge.open(asked, mode)
         settings = Settings(mode, facts, options["budget"], options["seed"], options["studies"])
         if folder is not None:
+            _make(folder)
             _keep_measured(settings, names, folder)
         for name in names:
             distinct, twins = shapes.distinct(name, given)
@@ -137,7 +138,7 @@ def _mode(asked: Asked, compile_only: bool) -> Mode:
 
 
 def _folder(options: dict[str, Any], mode: Mode) -> Path | None:
-    """Return where files are written, made and writable before hours are spent; None for none."""
+    """Return where files are written; None for none."""
     from hp_comm.kernels import config
 
     out: Path | None = options["out"]
@@ -155,6 +156,11 @@ def _folder(options: dict[str, Any], mode: Mode) -> Path | None:
         raise UsageError(
             f"--out ({folder}) is the installed package", "say --apply if that is meant"
         )
+    return folder
+
+
+def _make(folder: Path) -> None:
+    """Make the folder, or say that it cannot be written before hours are spent."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".hp-tune"
@@ -162,7 +168,6 @@ def _folder(options: dict[str, Any], mode: Mode) -> Path | None:
         probe.unlink()
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error.strerror}", "use --out") from None
-    return folder
 
 
 def _keep_measured(settings: Settings, names: Sequence[str], folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -143,6 +144,7 @@ class _Run:
             _torch_door.launcher("launch", interpreted=True)
             return Facts("cpu", "cpu", "TRITON_INTERPRET=1", versions=_versions(torch))
         description = _present(torch, asked)
+        os.environ.pop("TRITON_INTERPRET", None)  # it would be the interpreter that is timed
         _torch_door.launcher("launch")
         name = _torch_door.device_name(torch.empty(1, device=self._device))
         if asked.name and asked.name != name:
