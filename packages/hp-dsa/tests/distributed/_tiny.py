@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -106,23 +107,33 @@ def lm_loss(logits: Tensor, ids: Tensor = IDS) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
 
 
-def formula_loss(model: Any, seen: dict[int, dict[str, Any]], *, dense: bool = False) -> Tensor:
+def formula_loss(
+    model: Any,
+    seen: dict[int, dict[str, Any]],
+    *,
+    dense: bool = False,
+    ends: Sequence[int] = (S,),
+) -> Tensor:
     """Return the indexers' summed loss, written down from the formulas; keys of all heads, masks.
 
     Args:
         model: An unmodified model.
         seen: What its attention layers were called with, by layer, from `watch`.
         dense: Over all visible keys, not the selected ones.
+        ends: Of packed documents.
     """
+    visible = torch.block_diag(
+        *(torch.ones(b - a, b - a).tril() for a, b in pairwise([0, *ends]))
+    ).bool()
     total = torch.zeros((), dtype=torch.float64)
     for number, call in seen.items():
         layer = model.model.layers[number].self_attn
         if layer.indexer is None:
             continue
-        used = torch.ones(S, S, dtype=torch.bool).tril()[None]
+        used = visible[None]
         if not dense:
-            chosen = torch.zeros(B, S, S, dtype=torch.bool).scatter(-1, call["topk"].long(), True)
-            used = used & chosen
+            nothing = torch.zeros(*call["topk"].shape[:2], S, dtype=torch.bool)
+            used = used & nothing.scatter(-1, call["topk"].long(), True)
         with torch.no_grad():
             target = _attention(layer, call["x"], call["rotary"], used).mean(1)  # [B, S, S]
         scores = _scores(layer, call["x"], call["rotary"]).masked_fill(~used, -torch.inf)
@@ -162,9 +173,9 @@ def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor], *, pairs: bool) -> Tensor
 def _attention(layer: Any, x: Tensor, rotary: Any, used: Tensor) -> Tensor:
     """Return the probabilities ``[B, H, S, S]`` with keys of all heads."""
     nope, rope, heads = layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.num_heads
-    q = layer.q_b_proj(layer.q_a_layernorm(layer.q_a_proj(x))).view(B, S, heads, nope + rope)
+    q = layer.q_b_proj(layer.q_a_layernorm(layer.q_a_proj(x))).unflatten(-1, (heads, nope + rope))
     latent, k_rope = layer.kv_a_proj_with_mqa(x).split([layer.kv_lora_rank, rope], -1)
-    kv = layer.kv_b_proj(layer.kv_a_layernorm(latent)).view(B, S, heads, -1)
+    kv = layer.kv_b_proj(layer.kv_a_layernorm(latent)).unflatten(-1, (heads, -1))
     logits = torch.einsum("bthd,bshd->bhts", q[..., :nope], kv[..., :nope])
     q_rope = _rotated(q[..., nope:], rotary, pairs=True)
     k_rope = _rotated(k_rope.unsqueeze(2), rotary, pairs=True)[:, :, 0]
@@ -177,7 +188,7 @@ def _scores(layer: Any, x: Tensor, rotary: Any) -> Tensor:
     indexer, rope = layer.indexer, layer.qk_rope_head_dim
     pairs = type(layer).__name__.startswith("Glm")
     residual = layer.q_a_layernorm(layer.q_a_proj(x)).detach()
-    q = indexer.wq_b(residual).view(B, S, indexer.n_heads, -1)
+    q = indexer.wq_b(residual).unflatten(-1, (indexer.n_heads, -1))
     k = indexer.k_norm(indexer.wk(x)).unsqueeze(2)
     q, k = (
         torch.cat([_rotated(t[..., :rope], rotary, pairs=pairs), t[..., rope:]], -1) for t in (q, k)

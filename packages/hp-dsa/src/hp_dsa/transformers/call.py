@@ -28,9 +28,11 @@ from hp_mesh.boundary import boundary_of
 from hp_mesh.checks import fail
 from hp_mesh.sequence import Order, position_ids
 
-__all__ = ["KEYWORD", "ModelCall", "enter_model", "last_call", "leave_model"]
+__all__ = ["DIVISOR", "KEYWORD", "ModelCall", "enter_model", "last_call", "leave_model"]
 
 KEYWORD = "hp_dsa_call"
+DIVISOR = "_hp_dsa_gradient_divisor"
+"""Attribute of a prepared model; absent where it is the number of ranks."""
 
 _calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 _last: weakref.WeakKeyDictionary[nn.Module, ModelCall] = weakref.WeakKeyDictionary()
@@ -52,6 +54,7 @@ class ModelCall:
         global_length: ``S``.
         ends: Cumulative ends of the packed documents in the whole sequence; None for ``"BSND"``.
         records: Whether the caller records gradients.
+        gradient_divisor: By how much the reduction of gradients divides, as `prepare_model` heard.
         losses: The indexers' summed losses by layer.
     """
 
@@ -65,6 +68,7 @@ class ModelCall:
     global_length: int = 0
     ends: list[int] | None = None
     records: bool = True
+    gradient_divisor: int = 1
     losses: dict[int, Tensor] = field(default_factory=dict)
     is_open: bool = True
 
@@ -157,8 +161,7 @@ def _facts(model: PreTrainedModel, where: str) -> ModelCall:
     records = torch.is_grad_enabled()
     boundaries = [boundary_of(core) for core in found]
     if all(boundary is None for boundary in boundaries):
-        layout = found[0].layout
-        return ModelCall(id(model), layout, "contiguous", None, 0, 1, records=records)
+        return ModelCall(id(model), found[0].layout, "contiguous", None, 0, 1, records=records)
     boundary = boundaries[0]
     if not isinstance(boundary, DSABoundary) or None in boundaries:
         raise fail(
@@ -167,9 +170,16 @@ def _facts(model: PreTrainedModel, where: str) -> ModelCall:
             "context-parallel style, and all must have one or none",
             "let prepare_model apply them",
         )
-    plan, rank = boundary.plan, boundary.rank
+    plan = boundary.plan
     return ModelCall(
-        id(model), plan.layout, plan.order, boundary.group, rank, plan.cp_size, records=records
+        id(model),
+        plan.layout,
+        plan.order,
+        boundary.group,
+        boundary.rank,
+        plan.cp_size,
+        records=records,
+        gradient_divisor=vars(model).get(DIVISOR, plan.cp_size),
     )
 
 

@@ -36,9 +36,9 @@ def indexer_loss(
         model: What was called, as `prepare_model` returned it.
         total: Tokens of the whole step: all context- and data-parallel ranks and all accumulated
             micro-batches. Default: ``B * S`` of the call, as if it were the whole step.
-        gradient_divisor: By how much the reduction of gradients divides their sum. Default: the
-            number of context-parallel ranks, as FSDP and DDP do over a mesh that contains them; 1
-            if you sum gradients yourself.
+        gradient_divisor: By how much the reduction of gradients divides their sum. Default: what
+            `prepare_model` was told, the number of context-parallel ranks if nothing. With a
+            ``total`` of data-parallel ranks too: the number of ranks of FSDP's or DDP's mesh.
 
     Returns:
         A scalar, float32 (float64 in float64 models).
@@ -68,7 +68,7 @@ def indexer_loss(
     summed = torch.stack([loss.reshape(()) for loss in losses]).sum()
     if total is None:
         total = call.batch * call.global_length
-    divisor = call.cp_size if gradient_divisor is None else gradient_divisor
+    divisor = call.gradient_divisor if gradient_divisor is None else gradient_divisor
     return normalize_loss(summed, total, gradient_divisor=divisor)
 
 

@@ -16,7 +16,7 @@ from hp_dsa.plan import make_plan
 from hp_dsa.transformers import attention, cores
 from hp_dsa.transformers._source import check_source as check_source_of
 from hp_dsa.transformers._styles import apply_styles, remove_styles
-from hp_dsa.transformers.call import enter_model, leave_model
+from hp_dsa.transformers.call import DIVISOR, enter_model, leave_model
 from hp_dsa.transformers.loss import GlobalCausalLoss
 from hp_mesh.checks import require, require_positive
 from hp_mesh.handoff import Handoff
@@ -150,6 +150,8 @@ def prepare_model(
     for one in entered:
         handles.append(one.register_forward_pre_hook(enter_model, with_kwargs=True))
         handles.append(one.register_forward_hook(leave_model, with_kwargs=True))
+        if gradient_divisor is not None:
+            setattr(one, DIVISOR, gradient_divisor)
     if model is not model.base_model:
         model.loss_function = GlobalCausalLoss(model.loss_function, gradient_divisor)
     setattr(model, _HANDLES, handles)
@@ -163,6 +165,8 @@ def restore_model(model: Model) -> Model:
     for handle in getattr(model, _HANDLES):
         handle.remove()
     delattr(model, _HANDLES)
+    for one in (model, model.base_model):
+        vars(one).pop(DIVISOR, None)
     for family in _FAMILIES:
         for module in list(model.modules()):
             if type(module) is family.absorbed:

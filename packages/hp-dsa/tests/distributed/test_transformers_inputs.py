@@ -1,0 +1,345 @@
+"""What a prepared model takes, keeps and refuses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from hp_dsa import init_device_mesh
+from hp_mesh import next_token_labels, shard_sequence
+from hp_mesh.testing import assert_close, ranks
+
+pytest.importorskip("transformers", reason="the extra is not installed")
+
+from hp_dsa.transformers import indexer_loss, prepare_model, restore_model
+from hp_dsa.transformers.cores import SelectKeys
+
+from ._tiny import IDS, MODULES, B, S, build, exact, formula_loss, lm_loss, watch
+
+FAMILY = pytest.mark.parametrize("family", ["deepseek", "glm"])
+ENDS = [7, 16, S]
+"""Of packed documents: two of them straddle a shard's border on two or three ranks."""
+
+
+def cut(x: Tensor, rank: int, size: int, order: str = "contiguous") -> Tensor:
+    local: Tensor = shard_sequence(x, (rank, size), order=order)
+    return local
+
+
+@FAMILY
+def test_each_row_selects_what_transformers_selects(family: str) -> None:
+    model = build(family)
+    seen, ours = watch(model), []
+    with exact():
+        model(input_ids=IDS)
+        prepared = prepare_model(build(family))
+        for module in prepared.modules():
+            if isinstance(module, SelectKeys):
+                module.register_forward_hook(lambda *given: ours.append(given[-1][:, :, 0]))
+        prepared(input_ids=IDS)
+
+    theirs = [call["topk"] for call in seen.values() if "topk" in call]
+    assert len(ours) == len(theirs) == (2 if family == "glm" else 3)
+    for one, other in zip(ours, theirs, strict=True):
+        for row in range(S):  # transformers fills short rows with keys that it masks later
+            selected = one[:, row, : row + 1].sort().values
+            visible = other[:, row].sort().values[:, : selected.shape[1]]
+            assert torch.equal(selected, visible.int())
+
+
+@FAMILY
+def test_a_float32_model_is_as_near_to_the_truth_as_transformers_is(family: str) -> None:
+    """Nothing of transformers is widened in float32."""
+    model = build(family)
+    with exact():
+        truth = model(input_ids=IDS).logits
+    single = model.float()
+    theirs = (single(input_ids=IDS).logits - truth).norm()
+    ours = (prepare_model(single)(input_ids=IDS).logits - truth).norm()
+    assert ours < 1.5 * theirs < 1e-3
+
+
+@FAMILY
+def test_more_keys_than_there_are_may_be_asked_for(family: str) -> None:
+    model = build(family, index_topk=S + 9)
+    with exact():
+        expected = model(input_ids=IDS).logits
+        assert_close(prepare_model(model)(input_ids=IDS).logits, expected)
+
+
+@pytest.mark.parametrize("balance", [False, True], ids=["contiguous", "balanced"])
+@FAMILY
+def test_packed_documents_do_not_see_each_other(family: str, balance: bool) -> None:
+    """As transformers packs: positions begin anew in each document."""
+    ids, order = IDS[:1], "head_tail" if balance else "contiguous"
+    positions = torch.cat([torch.arange(b - a) for a, b in zip([0, *ENDS], ENDS, strict=False)])
+    model = build(family)
+    seen = watch(model)
+
+    def run(rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        own = prepare_model(build(family), mesh, layout="TND", load_balance=balance)
+        starts = torch.tensor([0, *ENDS], dtype=torch.int32)
+        out = own(input_ids=cut(ids, rank, 2, order), cu_seq_lens_q=starts)
+        loss = indexer_loss(own, gradient_divisor=1)
+        loss.backward()
+        grads = {n: p.grad for n, p in own.named_parameters() if ".indexer." in n}
+        for grad in grads.values():
+            dist.all_reduce(grad)
+        return {"logits": out.logits.detach(), "loss": loss.detach(), "grads": grads}
+
+    with exact():
+        expected = model(input_ids=ids, position_ids=positions[None], use_cache=False).logits
+        loss = formula_loss(model, seen, ends=ENDS) / S
+        loss.backward()
+        for rank, got in enumerate(ranks(2).run(run)):
+            assert_close(got["logits"], cut(expected, rank, 2, order), name="logits")
+            assert_close(got["loss"], loss, kind="loss", name="loss")
+            for name, grad in got["grads"].items():
+                assert_close(grad, model.get_parameter(name).grad, kind="grad", name=name)
+
+
+def _trained(model: Any, **call: Any) -> dict[str, Any]:
+    out = model(**call)
+    (out.loss + indexer_loss(model)).backward()
+    return {
+        "loss": out.loss.detach(),
+        "indexer": indexer_loss(model).detach(),
+        "grads": {n: p.grad for n, p in model.named_parameters()},
+    }
+
+
+@pytest.mark.parametrize("balance", [False, True], ids=["contiguous", "balanced"])
+def test_whole_labels_are_shifted_before_they_are_cut(balance: bool) -> None:
+    """Gradients averaged over the ranks, as FSDP does, are those of the loss."""
+    order = "head_tail" if balance else "contiguous"
+    labels = IDS.masked_fill(IDS % 3 == 0, -100)
+
+    def run(rank: int, given: dict[str, Tensor]) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        own = prepare_model(build("glm"), mesh, load_balance=balance)
+        got = _trained(own, input_ids=cut(IDS, rank, 2, order), **given)
+        for parameter in own.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 2
+        return {**got, "grads": {n: p.grad for n, p in own.named_parameters()}}
+
+    with exact():
+        model = build("glm")
+        alone = prepare_model(model)
+        targets = next_token_labels(labels)
+        out = alone(input_ids=IDS)
+        loss = F.cross_entropy(out.logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        (loss + indexer_loss(alone)).backward()
+        for given in ({"labels": labels}, {"labels": labels, "shift_labels": targets}):
+            for got in ranks(2).run(run, given):
+                assert_close(got["loss"], loss, kind="loss")
+                for name, parameter in model.named_parameters():
+                    assert_close(got["grads"][name], parameter.grad, kind="grad", name=name)
+
+
+@FAMILY
+def test_checkpointing_without_reentry_trains_alike(family: str) -> None:
+    with exact():
+        expected = prepare_model(build(family))
+        (lm_loss(expected(input_ids=IDS).logits) + indexer_loss(expected)).backward()
+
+        def run(rank: int) -> dict[str, Tensor]:
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+            own = prepare_model(build(family), mesh, gradient_divisor=1)
+            own.activation_checkpointing_enable({"use_reentrant": False})
+            ids, labels = cut(IDS, rank, 2), next_token_labels(IDS, (rank, 2))
+            out = own.train()(input_ids=ids, labels=ids, shift_labels=labels)
+            (out.loss + indexer_loss(own)).backward()
+            for parameter in own.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad)
+            return {n: p.grad for n, p in own.named_parameters()}
+
+        for got in ranks(2).run(run):
+            for name, parameter in expected.named_parameters():
+                assert_close(got[name], parameter.grad, kind="grad", name=name)
+
+
+def test_checkpointing_with_reentry_is_refused_by_the_loss_that_it_would_lose() -> None:
+    model = prepare_model(build("glm"))
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    model.train()(input_ids=IDS)
+    with pytest.raises(ValueError, match="ran without recording gradients") as caught:
+        indexer_loss(model)
+    assert '{"use_reentrant": False}' in str(caught.value)
+
+
+def test_micro_batches_add_up_to_the_step() -> None:
+    with exact():
+        whole, parts = prepare_model(build("deepseek")), prepare_model(build("deepseek"))
+        whole(input_ids=IDS)
+        indexer_loss(whole, total=B * S).backward()
+        for row in IDS:
+            parts(input_ids=row[None])
+            indexer_loss(parts, total=B * S).backward()
+    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None:
+            assert_close(other.grad, one.grad, kind="grad")
+
+
+@FAMILY
+def test_restoring_leaves_the_model_as_transformers_made_it(family: str) -> None:
+    model, names = build(family), [n for n, _ in build(family).named_modules()]
+    kinds = [type(module) for module in model.modules()]
+    expected = model(input_ids=IDS).logits
+
+    def run(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        own = prepare_model(copy.deepcopy(model), mesh, overlap=True)
+        assert list(own.state_dict()) == list(model.state_dict())
+        own(input_ids=IDS)
+        return restore_model(own)
+
+    (restored,) = ranks(1).run(run)
+    assert [n for n, _ in restored.named_modules()] == names
+    assert [type(module) for module in restored.modules()] == kinds
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in restored.modules())
+    assert torch.equal(restored(input_ids=IDS).logits, expected)
+    assert restore_model(restored) is restored
+
+
+@pytest.mark.parametrize(
+    "clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
+def test_copies_of_a_prepared_model_are_prepared_and_independent(
+    clone: Callable[[Any], Any],
+) -> None:
+    model = prepare_model(build("glm"))
+    expected = model(input_ids=IDS).logits
+    twin = clone(model)
+    with pytest.raises(ValueError, match="must have been called"):
+        indexer_loss(twin)
+
+    restore_model(model)
+
+    assert torch.equal(twin(input_ids=IDS).logits, expected)
+    assert indexer_loss(twin).requires_grad
+
+
+def test_a_loss_that_was_not_asked_for_is_not_there() -> None:
+    model = prepare_model(build("glm"), indexer_loss=None)
+    model(input_ids=IDS)
+    with pytest.raises(ValueError, match="prepared with indexer_loss=None"):
+        indexer_loss(model)
+
+
+CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "cache": ({"use_cache": True}, r"use_cache \(True\) must be False"),
+    "padding": (
+        {"attention_mask": torch.tensor([[1] * (S - 2) + [0] * 2, [1] * S])},
+        r"attention_mask \(shape \(2, 24\)\) must be None, or 2-D and all ones",
+    ),
+    "mask": (
+        {"attention_mask": torch.ones(B, 1, S, S)},
+        r"attention_mask \(shape \(2, 1, 24, 24\)\) must be None",
+    ),
+    "attentions": ({"output_attentions": True}, "output_attentions .* must be False"),
+    "documents": ({"cu_seq_lens_q": torch.tensor([0, S])}, 'must come with layout="TND"'),
+    "positions": (
+        {"position_ids": torch.tensor([[*range(7), *range(S - 7)]])},
+        r"must be those of this rank's 24 tokens, \[0, 1, 2, ..., 23\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@FAMILY
+def test_what_the_operators_cannot_do_is_refused_by_name(family: str, call: str) -> None:
+    model = prepare_model(build(family))
+    given, message = CALLS[call]
+    with pytest.raises(ValueError, match=message):
+        model(input_ids=IDS, **given)
+    model(input_ids=IDS, attention_mask=torch.ones_like(IDS))
+
+
+def test_generation_and_dropout_are_refused() -> None:
+    model = prepare_model(build("glm"))
+    with pytest.raises(ValueError, match="restore_model"):
+        model.generate(IDS, max_new_tokens=2, pad_token_id=0)
+    model.config.attention_dropout = 0.1
+    model.eval()(input_ids=IDS)
+    with pytest.raises(ValueError, match=r"attention_dropout \(0.1\) must be 0"):
+        model.train()(input_ids=IDS)
+
+
+def test_what_a_rank_alone_finds_wrong_is_raised_on_all() -> None:
+    def run(rank: int, given: list[dict[str, Any]]) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        own = prepare_model(build("glm"), mesh)
+        own(**{"input_ids": cut(IDS, rank, 2), **given[rank]})
+
+    masked = torch.ones(B, S // 2)
+    masked[0, 0] = 0
+    for second, message in (
+        ({"attention_mask": masked}, "attention_mask"),
+        ({"labels": IDS[:, : S // 2]}, "must be \\[B, 24\\]"),
+        ({"logits_to_keep": 1}, "logits_to_keep"),
+        ({"input_ids": IDS[:, : S // 2 - 1]}, "tokens"),
+    ):
+        errors = ranks(2).errors(run, [{}, second])
+        assert all(isinstance(error, ValueError) for error in errors), errors
+        assert all(message.replace("\\", "") in str(error) for error in errors), errors
+
+
+def test_what_cannot_be_prepared_is_refused() -> None:
+    model = build("glm")
+    with pytest.raises(TypeError, match=r"model \(Linear\) must be a model of transformers'"):
+        prepare_model(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"indexer_loss \('both'\) must be 'sparse'"):
+        prepare_model(model, indexer_loss="both")
+    with pytest.raises(ValueError, match="layout"):
+        prepare_model(model, layout="BNSD")
+    with pytest.raises(ValueError, match="must come with a mesh"):
+        prepare_model(model, load_balance=True)
+    prepare_model(model)
+    with pytest.raises(ValueError, match="prepared already"):
+        prepare_model(model)
+    with pytest.raises(ValueError, match="must be called by its model"):
+        model.model.layers[0].self_attn(torch.zeros(1, 3, 36, dtype=torch.float64), (None, None))
+
+
+@FAMILY
+def test_other_code_of_transformers_is_refused(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hp_dsa.transformers import _source
+
+    model = build(family)
+    prefix = type(model).__name__.removesuffix("ForCausalLM")
+    found = _source.fingerprints(MODULES[family], prefix)
+    assert found == _source._KNOWN[prefix]
+    monkeypatch.setitem(_source._found, prefix, {**found, "Indexer": "another"})
+
+    with pytest.raises(ValueError, match=f"but {prefix}Indexer differ"):
+        prepare_model(model)
+    assert type(model.model.layers[0].self_attn).__name__ == f"{prefix}Attention"
+    prepare_model(model, check_source=False)
+
+
+def test_an_adapter_on_the_up_projection_is_refused() -> None:
+    model = prepare_model(build("glm"))
+
+    class Adapted(torch.nn.Linear):
+        pass
+
+    model.model.layers[1].self_attn.kv_b_proj.__class__ = Adapted
+    with pytest.raises(ValueError, match=r"kv_b_proj \(Adapted with a Parameter weight\) must be"):
+        model(input_ids=IDS)
