@@ -210,7 +210,11 @@ class _FusionHandler:
     def _wrap(
         self, view: View, outputs: Sequence[Any], placements: Sequence[Placement], layout: str
     ) -> tuple[Any, ...]:
-        """Wrap the output, and the softmax statistics ``[B, N, S, 8]`` or ``[T, N, 8]``."""
+        """Wrap the output, and the softmax statistics ``[B, N, S, 8]`` or ``[T, N, 8]``.
+
+        Without ``softmax_layout="TND"`` the kernel fills the latter head by head, whatever its
+        shape says: gathered over ranks, they are blocks of the ranks' own.
+        """
         seq_dim, head_dim = _DIMS[layout]
         moved = {seq_dim: 0, head_dim: 1} if layout == "TND" else {seq_dim: 2, head_dim: 1}
         statistics = [Shard(moved.get(p.dim, 0)) if isinstance(p, Shard) else p for p in placements]
