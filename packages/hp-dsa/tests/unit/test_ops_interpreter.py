@@ -93,7 +93,10 @@ def test_indexer(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     same(both(monkeypatch, case, ("qi", "ki", "w"), call))
 
 
-@everywhere
+# the interpreter multiplies bfloat16 as the integers that hold its bits: float16 stands for both
+@pytest.mark.parametrize(
+    "case", [*CASES, replace(CASES[0], dtype=torch.float16)], ids=lambda case: case.id
+)
 @pytest.mark.parametrize("block", [1, 3])
 def test_attention(monkeypatch: pytest.MonkeyPatch, case: Case, block: int) -> None:
     """Entries in any order, with ends and entries that the row does not see."""
