@@ -11,13 +11,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from hp_dsa import (
+    AsyncDSASparseAttentionContextParallel,
     DSAIndexerContextParallel,
     DSAIndexerLossContextParallel,
     DSASparseAttentionContextParallel,
+    Handoff,
     init_device_mesh,
     normalize_loss,
     ops,
 )
+from hp_dsa.async_boundary import AsyncDSABoundary
+from hp_mesh.boundary import boundary_of
 from hp_mesh.testing import assert_close, count_collectives, randn, ranks
 
 from ._layer import N1, SCALE, Attention, Case, Indexer, Layer, Loss, statistics_dim
@@ -205,7 +209,7 @@ def test_dtensors_of_the_cp_mesh_come_back_as_such(use_local_output: bool) -> No
     ranks(2).run(_cp_dtensors, use_local_output)
 
 
-def _tp(rank: int) -> None:
+def _tp(rank: int, is_async: bool) -> None:
     """Heads of the query are cut over TP, keys are whole on it."""
     case = Case(P=2)
     mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("cp", "tp"))
@@ -226,39 +230,50 @@ def _tp(rank: int) -> None:
     up = randn(*expected[0].shape, seed=3)
     (expected[0] * up).sum().backward()
 
-    core = DSASparseAttentionContextParallel().apply(Attention(case), mesh["cp"])
+    core, handoffs = Attention(case), (Handoff(), Handoff())
+    if is_async:
+        AsyncDSASparseAttentionContextParallel().apply(
+            core, mesh["cp"], key_handoff=handoffs[0], key_rope_handoff=handoffs[1]
+        )
+    else:
+        DSASparseAttentionContextParallel().apply(core, mesh["cp"])
 
     def give(x: Tensor, heads: bool) -> Any:
         local = case.local(x.detach(), cp).contiguous()
         placement = Shard(2) if heads else Replicate()
         return distribute_tensor(local, mesh["tp"], [placement]).requires_grad_()
 
-    given = {n: give(x, n.startswith("query")) for n, x in leaves.items()}
-    out, top, total = core(
-        given["query"],
-        given["latent"],
-        given["latent"],
-        give(indices.double(), False).detach().to(torch.int32),
-        given["query_rope"],
-        given["key_rope"],
-    )
-    assert out.placements == (Shard(2),) and out.device_mesh == mesh["tp"]
-    assert top.placements == total.placements == (Shard(3),)
-    assert_close(out.full_tensor(), case.local(expected[0], cp))
-    assert_close(top.full_tensor(), case.local(expected[1], cp, 2))
-    (
-        out * distribute_tensor(case.local(up, cp).contiguous(), mesh["tp"], [Shard(2)])
-    ).sum().backward()
-    for name, x in given.items():
-        assert x.grad is not None
-        whole = case.local(leaves[name].grad, cp)
-        assert_close(x.grad.full_tensor(), whole, kind="grad", name=name)
+    for _ in range(3):
+        given = {n: give(x, n.startswith("query")) for n, x in leaves.items()}
+        latents, rope = [handoffs[0](given["latent"])] * 2, handoffs[1](given["key_rope"])
+        out, top, total = core(
+            given["query"],
+            *latents,
+            give(indices.double(), False).detach().to(torch.int32),
+            given["query_rope"],
+            rope,
+        )
+        assert out.placements == (Shard(2),) and out.device_mesh == mesh["tp"]
+        assert top.placements == total.placements == (Shard(3),)
+        assert_close(out.full_tensor(), case.local(expected[0], cp))
+        assert_close(top.full_tensor(), case.local(expected[1], cp, 2))
+        (
+            out * distribute_tensor(case.local(up, cp).contiguous(), mesh["tp"], [Shard(2)])
+        ).sum().backward()
+        for name, x in given.items():
+            assert x.grad is not None
+            whole = case.local(leaves[name].grad, cp)
+            assert_close(x.grad.full_tensor(), whole, kind="grad", name=name)
     assert N1 == 3
+    boundary = boundary_of(core)
+    if isinstance(boundary, AsyncDSABoundary):
+        assert not any(handoff.disarmed for handoff in boundary.handoffs.values())
 
 
-def test_heads_over_tp_keep_their_layout_and_their_gradients() -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_heads_over_tp_keep_their_layout_and_their_gradients(is_async: bool) -> None:
     """The CP axis goes, the TP layout stays; a key's gradient is summed over both."""
-    ranks(6).run(_tp)
+    ranks(6).run(_tp, is_async)
 
 
 def _tp_indexer(rank: int) -> None:
