@@ -56,7 +56,7 @@ def predict(model: Model, cluster: Cluster, workload: Workload, config: Config) 
     calls = peak = resident = 0
     sent: dict[str, int] = {}
     for layer, count in model.layer_groups:
-        if layer.kind == "linear":
+        if not layer.exchanges:
             continue
         cost = LayerCost(model, layer, count, cluster, workload, config, plan)
         terms += cost.terms()

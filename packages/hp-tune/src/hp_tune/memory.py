@@ -55,7 +55,7 @@ def memory_use(model: Model, cluster: Cluster, workload: Workload, config: Confi
     hidden, mlp = model.hidden_size, (model.active_mlp_size or 4 * model.hidden_size) // tp
     queries = kv = transient = largest = 0
     for layer, count in model.layer_groups:
-        if layer.kind == "linear":
+        if not layer.exchanges:
             continue
         heads = layer.num_heads // tp
         sizes = (layer.head_size, layer.v_head_size)

@@ -32,7 +32,7 @@ PLAIN_WIDTH = 120
 def result_text(result: Result, out: Path | None) -> None:
     """Print a search: what was asked, the ranking, every rejection, the margin."""
     workload, model = result.workload, result.model
-    layer = model.layers[0]
+    layer = next((layer for layer in model.layers if layer.exchanges), model.layers[0])
     line = partial(_console().print, soft_wrap=True)
     line(
         f"model    {model.name}: {model.model_type}, {len(model.layers)} layers, "
@@ -133,7 +133,7 @@ def presets(models: Sequence[Model], clusters: Sequence[Cluster], as_json: bool)
         return
     table = _table("model", "layers", "heads", "KV heads", "head size", "longest")
     for found in models:
-        layer = found.layers[0]
+        layer = next((layer for layer in found.layers if layer.exchanges), found.layers[0])
         counts = (len(found.layers), layer.num_heads, layer.num_kv_heads, layer.head_size)
         table.add_row(found.name, *map(str, counts), str(found.max_length))
     other = _table("cluster", "description")
@@ -150,11 +150,9 @@ def model(found: Model, as_json: bool) -> None:
     console = _console()
     console.print(f"{found.name}: {found.model_type}, hidden {found.hidden_size}")
     for layer, count in found.layer_groups:
-        window = f", window {layer.window}" if layer.window else ""
-        console.print(
-            f"  {count} x {layer.kind}: {layer.num_heads} heads, {layer.num_kv_heads} KV heads, "
-            f"head size {layer.head_size}{window}"
-        )
+        console.print(f"  {count} x {layer.describe()}")
+    if found.source:
+        console.print(f"  source: {found.source}")
     for note in found.notes:
         console.print(f"  note: {note}")
 

@@ -103,7 +103,7 @@ def check(model: Model, cluster: Cluster, workload: Workload, config: Config) ->
         plan = make_plan(cp, u, config.load_balance, where=ASKED)
         rule = "V03"
         for layer, _ in model.layer_groups:
-            if layer.kind != "linear":
+            if layer.exchanges:
                 heads, kv = layer.num_heads // tp, max(1, layer.num_kv_heads // tp)
                 numbers = {**group, "num_heads": heads, "num_kv_heads": kv, "tp_size": tp}
                 plan.heads(heads, kv, where=ASKED, tp_size=tp)
@@ -150,6 +150,14 @@ def _check_mesh(model: Model, workload: Workload) -> Rejection | None:
                     {name: count, "tp_size": tp},
                     f"use --tp with one of {', '.join(map(str, divisors(count)))}",
                 )
+        if layer.kind == "compressed":
+            return Rejection(
+                "V12",
+                f"layers with one key per {layer.compression} tokens must have a context "
+                "parallelism of their own, which neither hp_cp nor hp_dsa has",
+                {"compression": layer.compression},
+                "this model can be described, not parallelised",
+            )
         if layer.index_topk is not None:
             return Rejection(
                 "V08",
