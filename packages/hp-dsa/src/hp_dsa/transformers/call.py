@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,9 +38,11 @@ _last: weakref.WeakKeyDictionary[nn.Module, ModelCall] = weakref.WeakKeyDictiona
 # beside the models and not in them: a copy or a pickle of a model has no calls behind it
 
 
-@dataclass(eq=False)
 class ModelCall:
     """The facts of one call, and the losses that its layers add.
+
+    No dataclass: FSDP copies dataclasses among a layer's arguments that hold tensors with gradient,
+    and a loss that is added to a copy is lost.
 
     Attributes:
         owner: ``id`` of the model that was called.
@@ -50,27 +51,31 @@ class ModelCall:
         group: The context-parallel ranks in sequence order; None on one device.
         rank: This rank's place among them.
         cp_size: Their number.
+        gradient_divisor: By how much the reduction of gradients divides, as `prepare_model` heard.
         batch: ``B``.
         global_length: ``S``.
         ends: Cumulative ends of the packed documents in the whole sequence; None for ``"BSND"``.
         records: Whether the caller records gradients.
-        gradient_divisor: By how much the reduction of gradients divides, as `prepare_model` heard.
         losses: The indexers' summed losses by layer.
+        is_open: Whether the call is under way.
     """
 
-    owner: int
-    layout: str
-    order: Order
-    group: ProcessGroup | None
-    rank: int
-    cp_size: int
-    batch: int = 0
-    global_length: int = 0
-    ends: list[int] | None = None
-    records: bool = True
-    gradient_divisor: int = 1
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    is_open: bool = True
+    def __init__(self, owner: nn.Module, layout: str, boundary: DSABoundary | None) -> None:
+        self.owner = id(owner)
+        self.layout = layout
+        self.order: Order = "contiguous"
+        self.group: ProcessGroup | None = None
+        self.rank, self.cp_size = 0, 1
+        if boundary is not None:
+            self.order = boundary.plan.order
+            self.group = boundary.group
+            self.rank, self.cp_size = boundary.rank, boundary.plan.cp_size
+        self.gradient_divisor: int = vars(owner).get(DIVISOR, self.cp_size)
+        self.batch = self.global_length = 0
+        self.ends: list[int] | None = None
+        self.records = torch.is_grad_enabled()
+        self.losses: dict[int, Tensor] = {}
+        self.is_open = True
 
     def add(self, layer: int, loss: Tensor) -> None:
         """Keep a layer's loss; what recomputation computes again is not another one."""
@@ -158,29 +163,17 @@ def _settle(model: PreTrainedModel, named: dict[str, Any]) -> ModelCall:
 def _facts(model: PreTrainedModel, where: str) -> ModelCall:
     """Return what the boundaries know: layout, order, ranks."""
     found = [m for m in model.modules() if isinstance(m, SparseAttention)]
-    records = torch.is_grad_enabled()
     boundaries = [boundary_of(core) for core in found]
-    if all(boundary is None for boundary in boundaries):
-        return ModelCall(id(model), found[0].layout, "contiguous", None, 0, 1, records=records)
-    boundary = boundaries[0]
-    if not isinstance(boundary, DSABoundary) or None in boundaries:
+    first = boundaries[0]
+    if any(boundary is None for boundary in boundaries) and any(boundaries):
         raise fail(
             where,
             f"{sum(b is None for b in boundaries)} of {len(found)} layers have no "
             "context-parallel style, and all must have one or none",
             "let prepare_model apply them",
         )
-    plan = boundary.plan
-    return ModelCall(
-        id(model),
-        plan.layout,
-        plan.order,
-        boundary.group,
-        boundary.rank,
-        plan.cp_size,
-        records=records,
-        gradient_divisor=vars(model).get(DIVISOR, plan.cp_size),
-    )
+    assert first is None or isinstance(first, DSABoundary), "prepare_model applied it"
+    return ModelCall(model, found[0].layout, first)
 
 
 def _read(

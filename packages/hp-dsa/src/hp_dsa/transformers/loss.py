@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hp_comm import global_loss
 from hp_dsa.loss import normalize_loss
 from hp_dsa.transformers.call import KEYWORD, ModelCall, last_call
+from hp_dsa.transformers.cores import IndexerLoss
 from hp_mesh.checks import fail, require
 from hp_mesh.sequence import next_token_labels, shard_sequence
 
@@ -51,11 +52,18 @@ def indexer_loss(
             f"{type(model).__name__} must have been called, and have come to its end",
             "call the model that prepare_model returned, itself and not a part of it",
         )
+    expected = sum(isinstance(module, IndexerLoss) for module in model.modules())
     require(
-        bool(call.losses),
+        expected > 0,
         where,
         "the model was prepared with indexer_loss=None and must have a loss to return",
         'prepare_model(model, indexer_loss="sparse")',
+    )
+    require(
+        len(call.losses) == expected,
+        where,
+        f"losses of {len(call.losses)} layers arrived and must be those of {expected}",
+        f"let what wraps the layers hand on the keyword {KEYWORD} as it is",
     )
     losses = list(call.losses.values())
     learns = any(p.requires_grad for n, p in model.named_parameters() if ".indexer." in n)
