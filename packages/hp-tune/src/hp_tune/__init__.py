@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from hp_mesh.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from hp_tune.cluster import Cluster, read_cluster
+    from hp_tune.cluster import Cluster
+    from hp_tune.cluster_files import read_cluster
     from hp_tune.cost import Prediction, predict
     from hp_tune.engine import Result, search
     from hp_tune.errors import (
@@ -52,7 +53,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "hp_tune.cluster": ("Cluster", "read_cluster"),
+    "hp_tune.cluster": ("Cluster",),
+    "hp_tune.cluster_files": ("read_cluster",),
     "hp_tune.cost": ("Prediction", "predict"),
     "hp_tune.engine": ("Result", "search"),
     "hp_tune.errors": (

@@ -6,34 +6,16 @@ Every number says where it is from: ``spec`` (the vendor), ``measured`` (someone
 
 from __future__ import annotations
 
-from importlib.resources import files
 from itertools import pairwise
-from pathlib import Path
+from math import prod
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from hp_mesh.checks import nearest
-from hp_tune.errors import UsageError
-from hp_tune.files import explain_validation, load_yaml, sha256
+from hp_tune.files import sha256
+from hp_tune.plausible import check_device, check_tier
 
-__all__ = [
-    "Cluster",
-    "Curve",
-    "Device",
-    "Number",
-    "Source",
-    "Tier",
-    "cluster_presets",
-    "read_cluster",
-]
+__all__ = ["Cluster", "Curve", "Device", "Number", "Points", "Source", "Tier"]
 
 Source = Literal["spec", "measured", "assumed"]
 
@@ -74,85 +56,127 @@ Latency = Annotated[Number, _between(0.01, 1e5, "microseconds")]
 Rate = Annotated[Number, _between(1e-4, 2e4, "TFLOPS")]
 
 
+Points = tuple[tuple[float, float], ...]
+
+
 class Curve(_Described):
-    """Bandwidth of a collective by the bytes that a rank sends, measured.
+    """What a collective achieves by the size of its message, measured.
 
     Attributes:
         points: ``(MiB, GB/s)`` in ascending order; interpolated in the logarithm of the size.
+        by_ranks: Instead, such points for groups of some numbers of ranks: where all share a bus,
+            many ranks get less each.
     """
 
-    points: tuple[tuple[float, float], ...] = Field(min_length=2)
+    points: Points = ()
+    by_ranks: dict[int, Points] = Field(default_factory=dict)
     source: Source
     ref: str
 
+    def for_ranks(self, ranks: int) -> Points:
+        """Return the points of the largest measured group of at most ``ranks``, or the smallest."""
+        if not self.by_ranks:
+            return self.points
+        sizes = sorted(self.by_ranks)
+        return self.by_ranks[max([size for size in sizes if size <= ranks], default=sizes[0])]
+
     @model_validator(mode="after")
     def _ascending(self) -> Self:
-        sizes = [size for size, _ in self.points]
-        if sizes != sorted(set(sizes)) or min(min(p) for p in self.points) <= 0:
-            raise ValueError("points must be positive, with ascending sizes")
+        if bool(self.points) == bool(self.by_ranks):
+            raise ValueError("a curve must have points or by_ranks, and not both")
+        for points in (self.points, *self.by_ranks.values()):
+            sizes = [size for size, _ in points]
+            if sizes != sorted(set(sizes)) or min((min(p) for p in points), default=1) <= 0:
+                raise ValueError("points must be positive, with ascending sizes")
+        if any(len(points) < 2 for points in (self.points, *self.by_ranks.values()) if points):
+            raise ValueError("a curve must have at least two points")
         return self
 
 
 class Tier(_Described):
-    """One level of the network.
+    """One level of the network. Bandwidths are those of one direction.
 
     Attributes:
         size: Ranks in one domain of this tier, inner tiers included; None for as many as there are.
         kind: ``switch``: each rank has its bandwidth whatever the group's size. ``full_mesh``: a
             link per pair, so a group of g ranks uses g - 1 links and a small group has little.
+            ``ring``: a link to each of two neighbours, and what goes further takes several.
             ``shared_bus``: all ranks of the domain share one bandwidth.
-        GBps_per_rank: One direction, for ``switch``.
-        GBps_per_link: One direction, for ``full_mesh``.
+        GBps_per_rank: For ``switch``.
+        GBps_per_link: For ``full_mesh`` and ``ring``.
         GBps_of_bus: For ``shared_bus``.
         efficiency: Achieved part of that bandwidth for large messages.
+        efficiency_by_size: Instead, by size: ``(MiB, fraction)``.
         latency_us: Start of one collective on this tier, software included.
         all_to_all: Measured bandwidth per rank by size; replaces bandwidth and efficiency.
-        all_gather: The same for gathers and reduce-scatters.
+        all_gather: The same for gathers, and for reduce-scatters that have none of their own.
+        reduce_scatter: The same for reduce-scatters.
         ranks_per_nic: Ranks that share one link out of the domain below.
         oversubscription: Factor by which the uplinks are too few when all ranks send.
     """
 
     name: str
     size: int | None = Field(default=None, ge=2)
-    kind: Literal["switch", "full_mesh", "shared_bus"]
+    kind: Literal["switch", "full_mesh", "ring", "shared_bus"]
     GBps_per_rank: Bandwidth | None = None
     GBps_per_link: Bandwidth | None = None
     GBps_of_bus: Bandwidth | None = None
     efficiency: Fraction
+    efficiency_by_size: Curve | None = None
     latency_us: Latency
     all_to_all: Curve | None = None
     all_gather: Curve | None = None
-    ranks_per_nic: int = Field(default=1, ge=1)
-    oversubscription: float = Field(default=1.0, ge=1)
+    reduce_scatter: Curve | None = None
+    ranks_per_nic: Annotated[Number, _between(1, 64, "ranks")] | None = None
+    oversubscription: Annotated[Number, _between(1, 64, "(a factor)")] | None = None
+
+    @property
+    def bandwidth_key(self) -> str:
+        """Name of the bandwidth that belongs to the kind."""
+        return _BANDWIDTH[self.kind]
 
     @property
     def bandwidth(self) -> Number:
         """The one of the three bandwidths that belongs to the kind."""
-        found = {
-            "switch": self.GBps_per_rank,
-            "full_mesh": self.GBps_per_link,
-            "shared_bus": self.GBps_of_bus,
-        }[self.kind]
+        found: Number | None = getattr(self, self.bandwidth_key)
         assert found is not None, "checked when the tier was read"
         return found
 
+    @property
+    def sharing(self) -> float:
+        """By how much less each rank has because it shares its uplink with others."""
+        shared = (self.ranks_per_nic, self.oversubscription)
+        return prod(number.value for number in shared if number is not None)
+
+    def curve(self, kind: str) -> Curve | None:
+        """Return the measured curve for a kind of collective, if there is one."""
+        if kind == "all_to_all":
+            return self.all_to_all
+        if kind == "reduce_scatter" and self.reduce_scatter is not None:
+            return self.reduce_scatter
+        return self.all_gather if kind in ("all_gather", "reduce_scatter") else None
+
     @model_validator(mode="after")
     def _one_bandwidth(self) -> Self:
-        wanted = {
-            "switch": "GBps_per_rank",
-            "full_mesh": "GBps_per_link",
-            "shared_bus": "GBps_of_bus",
-        }[self.kind]
-        given = [
-            name
-            for name in ("GBps_per_rank", "GBps_per_link", "GBps_of_bus")
-            if getattr(self, name) is not None
-        ]
+        wanted = self.bandwidth_key
+        names = sorted(set(_BANDWIDTH.values()))
+        given = [name for name in names if getattr(self, name) is not None]
         if given != [wanted]:
             raise ValueError(
                 f"kind {self.kind} must have {wanted} and no other bandwidth, not {given or 'none'}"
             )
+        by_size = self.efficiency_by_size
+        if by_size is not None and any(part > 1 for _, part in by_size.for_ranks(2)):
+            raise ValueError("efficiency_by_size must hold fractions")
         return self
+
+
+_BANDWIDTH = {
+    "switch": "GBps_per_rank",
+    "full_mesh": "GBps_per_link",
+    "ring": "GBps_per_link",
+    "shared_bus": "GBps_of_bus",
+}
 
 
 class Device(_Described):
@@ -215,28 +239,15 @@ class Cluster(_Described):
                 )
         return self
 
-
-def cluster_presets() -> dict[str, Path]:
-    """Return the embedded cluster files by name."""
-    folder = Path(str(files("hp_tune") / "presets" / "clusters"))
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
-
-
-def read_cluster(source: str | Path) -> Cluster:
-    """Return the cluster described by a preset name or a YAML file."""
-    presets = cluster_presets()
-    path = Path(source)
-    if not path.is_file():
-        if str(source) not in presets:
-            close = nearest(str(source), presets)
-            names = ", ".join(presets)
-            raise UsageError(
-                f"--cluster ({source}) must be a YAML file or a preset",
-                f"did you mean {close}? presets: {names}" if close else f"presets: {names}",
-            )
-        path = presets[str(source)]
-    data, positions = load_yaml(path)
-    try:
-        return Cluster.model_validate(data)
-    except ValidationError as error:
-        raise explain_validation(error, Cluster, str(path), positions) from None
+    @model_validator(mode="after")
+    def _plausible(self) -> Self:
+        device = self.device
+        check_device(
+            device.name,
+            {dtype: peak.value for dtype, peak in device.peak_TFLOPS.items()},
+            device.memory_GBps.value,
+            device.memory_GiB.value,
+        )
+        for tier in self.tiers:
+            check_tier(tier.name, tier.bandwidth_key, tier.bandwidth.value)
+        return self

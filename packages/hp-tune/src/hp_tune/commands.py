@@ -79,7 +79,7 @@ def cli() -> None:
 def search(**options: Any) -> None:
     """Rank every configuration for a model on a cluster, and write the best as a plan."""
     from hp_tune import render
-    from hp_tune.cluster import read_cluster
+    from hp_tune.cluster_files import read_cluster
     from hp_tune.engine import NothingValidError, search
     from hp_tune.hf_config import read_model
     from hp_tune.plan_file import write
@@ -113,7 +113,7 @@ cli.add_command(kernels)
 def presets(name: str | None, as_json: bool) -> None:
     """List models and clusters, or show one of them with the source of each number."""
     from hp_tune import render
-    from hp_tune.cluster import cluster_presets, read_cluster
+    from hp_tune.cluster_files import cluster_presets, read_cluster
     from hp_tune.hf_config import model_presets, read_model
 
     if name is None:

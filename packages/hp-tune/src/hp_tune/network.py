@@ -14,9 +14,12 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hp_tune.cluster import Cluster, Curve, Tier
+from hp_tune.cluster import Cluster, Points, Tier
 
 __all__ = ["Group", "Transfer", "transfer"]
+
+
+CURVES = ("all_to_all", "all_gather", "reduce_scatter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +63,12 @@ def transfer(cluster: Cluster, kind: str, group: Group, bytes_sent: float) -> Tr
 
     An all-to-all uses all tiers at once, so the slowest counts. Gathers and reduce-scatters go
     tier by tier (between nodes first, then inside), so the tiers add up. A swap between mirror
-    ranks (``p2p``) uses one link of the outermost tier that the group reaches.
+    ranks (``p2p``) uses one link of the outermost tier that the group reaches. ``ring`` is the
+    exchange of ring attention: each step sends one shard to the next rank, so that the slowest link
+    of the ring counts and every step pays its latency; `hp_tune` prices it to be compared with
+    published tables, no style runs it.
     """
-    stages = []
+    stages: list[_Stage] = []
     inside = 1
     latency = 0.0
     for tier in cluster.tiers:
@@ -72,28 +78,46 @@ def transfer(cluster: Cluster, kind: str, group: Group, bytes_sent: float) -> Tr
         latency = tier.latency_us.value * 1e-6
         if kind == "all_to_all":
             part = bytes_sent * (members - inside) / (group.size - 1)
-        elif kind == "p2p":
-            part = bytes_sent if members == group.size else 0.0
+        elif kind in ("p2p", "ring"):
+            part = bytes_sent if members == group.size or kind == "ring" else 0.0
         else:  # the (members / inside) blocks of this tier pass on what the outer ones brought
             shard = bytes_sent / (group.size - 1)
             part = shard * (members / inside - 1) * (group.size / members)
-        links = 1.0 if kind == "p2p" else members / inside - 1
-        stages.append((tier, part, *_bandwidth(tier, kind, links, part, group)))
+        links = 1.0 if kind in ("p2p", "ring") else members / inside - 1
+        size = part / (group.size - 1) if kind == "ring" else part
+        rate, peak = _bandwidth(tier, kind, links, size, group)
+        stages.append(_Stage(tier, part, rate, peak))
         inside = members
     if not stages:
         return Transfer(0.0, "none", 0.0, 0.0, 0.0, ())
-    times = [part / (rate * 1e9) for _, part, rate, _ in stages]
-    total = max(times) if kind == "all_to_all" else sum(times)
-    slowest = max(range(len(stages)), key=times.__getitem__)
-    tier, part, rate, peak = stages[slowest]
+    times = [stage.seconds for stage in stages]
+    together = kind in ("all_to_all", "ring")
+    total = max(times) if together else sum(times)
+    slowest = stages[max(range(len(stages)), key=times.__getitem__)]
+    steps = group.size - 1 if kind == "ring" else 1
+    measured = slowest.tier.curve(kind) is not None
     return Transfer(
-        seconds=max(latency, total) if _curve(tier, kind) else latency + total,
-        tier=tier.name,
-        tier_bytes=part,
-        GBps=rate,
-        share_of_peak=rate / peak,
-        sources=tuple(f"tiers.{name}" for name in _sources(tier, kind)),
+        seconds=max(latency, total) if measured else steps * latency + total,
+        tier=slowest.tier.name,
+        tier_bytes=slowest.part,
+        GBps=slowest.rate,
+        share_of_peak=slowest.rate / slowest.peak,
+        sources=tuple(f"tiers.{name}" for name in _sources(slowest.tier, kind)),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """What passes over one tier, and the GB/s per rank it gets there, achieved and at most."""
+
+    tier: Tier
+    part: float
+    rate: float
+    peak: float
+
+    @property
+    def seconds(self) -> float:
+        return self.part / (self.rate * 1e9)
 
 
 def _bandwidth(
@@ -101,26 +125,38 @@ def _bandwidth(
 ) -> tuple[float, float]:
     """Return (achieved, peak) GB/s per rank for ``part`` bytes on ``tier``."""
     peak = tier.bandwidth.value
+    ranks = min(group.world_size, tier.size or group.world_size)
     if tier.kind == "full_mesh":
         peak *= links
+    elif tier.kind == "ring":
+        peak *= min(2, links) / (_hops(kind, links) * group.stride)
     elif tier.kind == "shared_bus":  # every rank of the job in this domain sends at the same time
-        peak /= min(group.world_size, tier.size or group.world_size)
-    peak /= tier.oversubscription * tier.ranks_per_nic
-    curve = _curve(tier, kind)
-    if curve is None:
-        return peak * tier.efficiency.value, peak
-    return max(1e-9, _interpolate(curve, part)) / tier.oversubscription, peak
+        peak /= ranks
+    peak /= tier.sharing
+    curve = tier.curve(kind)
+    if curve is not None:
+        points = curve.for_ranks(ranks if tier.kind == "shared_bus" else group.within(tier))
+        found = max(1e-9, _interpolate(points, part)) / tier.sharing
+        return min(found, peak), peak
+    by_size = tier.efficiency_by_size
+    if by_size is not None:
+        return peak * min(1.0, _interpolate(by_size.for_ranks(ranks), part)), peak
+    return peak * tier.efficiency.value, peak
 
 
-def _curve(tier: Tier, kind: str) -> Curve | None:
-    if kind == "p2p":
-        return None
-    return tier.all_to_all if kind == "all_to_all" else tier.all_gather
+def _hops(kind: str, links: float) -> float:
+    """Return over how many links of a ring a byte travels to one of ``links`` peers, on average.
+
+    Gathers pass from neighbour to neighbour and count each hop as a send of its own.
+    """
+    if kind not in ("all_to_all", "p2p"):
+        return 1.0
+    size = int(links) + 1 if kind == "all_to_all" else 2
+    return sum(min(k, size - k) for k in range(1, size)) / (size - 1)
 
 
-def _interpolate(curve: Curve, size_bytes: float) -> float:
+def _interpolate(points: Points, size_bytes: float) -> float:
     size = max(size_bytes / 2**20, 1e-6)
-    points = curve.points
     if size <= points[0][0]:  # below the first point time, not bandwidth, stays
         return points[0][1] * size / points[0][0]
     for (x0, y0), (x1, y1) in pairwise(points):
@@ -131,7 +167,12 @@ def _interpolate(curve: Curve, size_bytes: float) -> float:
 
 
 def _sources(tier: Tier, kind: str) -> tuple[str, ...]:
-    if _curve(tier, kind):
-        name = "all_to_all" if kind == "all_to_all" else "all_gather"
-        return (f"{tier.name}.{name}", f"{tier.name}.latency_us")
-    return (f"{tier.name}.bandwidth", f"{tier.name}.efficiency", f"{tier.name}.latency_us")
+    curve = tier.curve(kind)
+    if curve is not None:
+        names = [key for key in CURVES if getattr(tier, key) is curve][:1]
+    elif tier.efficiency_by_size is not None:
+        names = [tier.bandwidth_key, "efficiency_by_size"]
+    else:
+        names = [tier.bandwidth_key, "efficiency"]
+    names += [key for key in ("ranks_per_nic", "oversubscription") if getattr(tier, key)]
+    return tuple(f"{tier.name}.{key}" for key in (*names, "latency_us"))

@@ -55,7 +55,8 @@ def find_flips(
     best = ranking[0].config
     for name, value in _assumed(cluster):
         limit = 1.0 if name.endswith(_FRACTIONS) else float("inf")
-        for other in (value * 0.3, min(value * 3, limit)):
+        lowest = 1.0 if name.endswith(_FACTORS) else 0.0
+        for other in (max(value * 0.3, lowest), min(value * 3, limit)):
             changed = _with_number(cluster, name, other)
             again = min(
                 (
@@ -80,6 +81,7 @@ def _assumed(cluster: Cluster) -> list[tuple[str, float]]:
 
 _NOT_TIME = ("memory_GiB", "comm_buffer_MiB")
 _FRACTIONS = ("efficiency", "overlap_slowdown")
+_FACTORS = ("oversubscription", "ranks_per_nic")
 
 
 def _with_number(cluster: Cluster, name: str, value: float) -> Cluster:

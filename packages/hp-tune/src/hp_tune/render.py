@@ -166,10 +166,10 @@ def cluster(found: Cluster, as_json: bool) -> None:
     for name, number in _numbers(found):
         table.add_row(name, f"{number.value:g}", number.source, number.ref)
     for tier in found.tiers:
-        for name in ("all_to_all", "all_gather"):
+        for name in ("all_to_all", "all_gather", "reduce_scatter", "efficiency_by_size"):
             curve: Curve | None = getattr(tier, name)
             if curve is not None:
-                points = " ".join(f"{size:g}:{rate:g}" for size, rate in curve.points)
+                points = " ".join(f"{s:g}:{rate:g}" for s, rate in curve.for_ranks(tier.size or 8))
                 table.add_row(f"tiers.{tier.name}.{name}", points, curve.source, curve.ref)
     console = _console()
     console.print(f"{found.name}: {found.description}", table)

@@ -6,11 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from hp_tune.cluster import Cluster, Number, cluster_presets, read_cluster
+from hp_tune.cluster import Cluster, Curve, Number
+from hp_tune.cluster_files import cluster_presets, read_cluster
 from hp_tune.errors import UsageError
 
+PRESETS = (
+    "4090x8-pcie", "ascend-910b2", "ascend-910b3", "ascend-910b4", "atlas-350", "atlas-800t-a2",
+    "atlas-900-a3", "cpu-gloo", "dgx-a100", "gb200-nvl72", "hgx-a800", "hgx-b200", "hgx-h100",
+    "hgx-h200", "hgx-h800", "l20x8-pcie",
+)  # fmt: skip
 
-@pytest.mark.parametrize("name", ["atlas-800t-a2", "cpu-gloo", "hgx-h100"])
+
+@pytest.mark.parametrize("name", PRESETS)
 def test_every_number_of_a_preset_has_a_source_and_a_reference(name: str) -> None:
     """spec, measured or assumed, each with its ref; the name in the file is the file's."""
     cluster = read_cluster(name)
@@ -21,7 +28,7 @@ def test_every_number_of_a_preset_has_a_source_and_a_reference(name: str) -> Non
     for number in numbers:
         if isinstance(number, Number):
             assert number.ref, number
-    assert set(cluster_presets()) == {"atlas-800t-a2", "cpu-gloo", "hgx-h100"}
+    assert set(cluster_presets()) == set(PRESETS)
 
 
 def edited(tmp_path: Path, old: str, new: str) -> Path:
@@ -81,7 +88,7 @@ def test_duplicate_key_is_refused_with_both_lines(tmp_path: Path) -> None:
         ("{value: 28, source", "{value: -28, source", r"greater than 0"),
         ("GBps_per_link", "GBps_per_rank", r"kind full_mesh must have GBps_per_link"),
         ("size: 8", "size: null", r"tier sizes .* must grow from inner to outer"),
-        ("kind: full_mesh", "kind: hypercube", r"'switch', 'full_mesh' or 'shared_bus'"),
+        ("kind: full_mesh", "kind: hypercube", r"'switch', 'full_mesh', 'ring' or 'shared_bus'"),
     ],
 )
 def test_numbers_that_no_device_has_are_refused(
@@ -123,3 +130,66 @@ def test_digest_follows_the_numbers(tmp_path: Path) -> None:
 
     assert one.digest == two.digest != changed.digest
     assert Cluster.model_validate(one.model_dump()) == one
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("{value: 294.9, source", "{value: 2949, source", "device.peak_TFLOPS .2949. must be near"),
+        ("{value: 1600, source", "{value: 160, source", "device.memory_GBps .160. must be near"),
+        ("{value: 60.32, source", "{value: 603.2, source", "device.memory_GiB .603.2. must be"),
+        ("{value: 28, source", "{value: 280, source", "tiers.HCCS.GBps_per_link .280. must be"),
+        ("{value: 28, source", "{value: 2.8, source", "tiers.HCCS.GBps_per_link .2.8. must be"),
+        ("{value: 25, source", "{value: 200, source", r"RoCE.*one direction, bytes and not bits"),
+    ],
+)
+def test_numbers_off_by_ten_are_caught(tmp_path: Path, old: str, new: str, text: str) -> None:
+    """Within all limits of the unit, but not near what is known of the part or the link."""
+    with pytest.raises(UsageError, match=text):
+        read_cluster(edited(tmp_path, old, new))
+
+
+@pytest.mark.parametrize("times", [0.1, 10])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "cpu-gloo"])
+def test_memory_bandwidth_off_by_ten_is_caught_under_any_name(name: str, times: float) -> None:
+    """An accelerator that nobody knows still has the ratio of one."""
+    data = read_cluster(name).model_dump()
+    data["device"]["name"] = "Mystery X1"
+    assert Cluster.model_validate(data).device.name == "Mystery X1"
+    data["device"]["memory_GBps"]["value"] *= times
+
+    with pytest.raises(ValueError, match="off by a power of ten|must be between"):
+        Cluster.model_validate(data)
+
+
+def test_a_file_extends_a_preset_and_says_only_what_differs(tmp_path: Path) -> None:
+    """Tiers are matched by name, numbers replaced whole; mistakes keep their place in the file."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "extends: atlas-800t-a2\nname: mine\ntiers:\n  - name: RoCE\n"
+        "    GBps_per_rank: {value: 12.5, source: measured, ref: ours}\n"
+    )
+    mine, base = read_cluster(path), read_cluster("atlas-800t-a2")
+
+    assert (mine.name, mine.device) == ("mine", base.device)
+    assert mine.tiers[0] == base.tiers[0]
+    assert mine.tiers[1].bandwidth == Number(value=12.5, source="measured", ref="ours")
+    assert mine.tiers[1].efficiency == base.tiers[1].efficiency
+    path.write_text("extends: atlas-800t-a2\ntiers:\n  - name: RoCE\n    latency: 3\n")
+    with pytest.raises(UsageError, match=r"mine.yaml:4:5: unknown key 'tiers.1.latency'"):
+        read_cluster(path)
+    path.write_text("extends: atlas-800t-a3\n")
+    with pytest.raises(UsageError, match=r"extends \(atlas-800t-a3\).*did you mean atlas-800t-a2"):
+        read_cluster(path)
+
+
+def test_a_curve_has_one_kind_of_points() -> None:
+    """Points, or points by number of ranks: the largest measured group that is not too large."""
+    points = ((1.0, 2.0), (2.0, 3.0))
+    curve = Curve(by_ranks={2: points, 8: ((1.0, 1.0), (2.0, 1.0))}, source="measured", ref="x")
+
+    assert curve.for_ranks(4) == points
+    assert curve.for_ranks(16)[0] == (1.0, 1.0)
+    for wrong in ({}, {"points": points, "by_ranks": {2: points}}, {"points": points[:1]}):
+        with pytest.raises(ValueError, match="curve must have"):
+            Curve(source="measured", ref="x", **wrong)

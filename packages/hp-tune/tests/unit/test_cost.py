@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from hp_cp.plan import make_plan
-from hp_tune.cluster import Cluster, read_cluster
+from hp_tune.cluster import Cluster
+from hp_tune.cluster_files import read_cluster
 from hp_tune.cost import Prediction, predict
 from hp_tune.hf_config import read_model
 from hp_tune.layer_cost import causal_pairs, work_shares

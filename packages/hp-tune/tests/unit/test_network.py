@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import pytest
 
-from hp_tune.cluster import Cluster, read_cluster
+from hp_tune.cluster import Cluster, Curve, Number
+from hp_tune.cluster_files import cluster_presets, read_cluster
 from hp_tune.network import Group, transfer
 
 GB = 1e9
@@ -94,7 +98,7 @@ def test_group_of_one_takes_no_time() -> None:
     assert transfer(read_cluster("cpu-gloo"), "all_gather", group(1), 0).seconds == 0
 
 
-@pytest.mark.parametrize("name", ["atlas-800t-a2", "hgx-h100", "cpu-gloo"])
+@pytest.mark.parametrize("name", sorted(cluster_presets()))
 @pytest.mark.parametrize("kind", ["all_to_all", "all_gather", "reduce_scatter", "p2p"])
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 64])
 def test_no_transfer_beats_the_peak_of_its_tier(name: str, kind: str, size: int) -> None:
@@ -106,4 +110,68 @@ def test_no_transfer_beats_the_peak_of_its_tier(name: str, kind: str, size: int)
         times.append(found.seconds)
         assert 0 < found.share_of_peak <= 1
         assert found.tier_bytes / found.seconds <= found.GBps * GB * 1.0001
-    assert times == sorted(times)
+    assert all(later >= 0.999999 * sooner for sooner, later in pairwise(times))
+
+
+def with_tier(**fields: Any) -> Cluster:
+    """The small cluster with one tier of another kind."""
+    cluster = read_cluster("cpu-gloo")
+    changes = {"GBps_of_bus": None, "efficiency": Number(value=1), "latency_us": Number(value=1)}
+    tier = cluster.tiers[0].model_copy(update={**changes, **fields})
+    return cluster.model_copy(update={"tiers": (tier,)})
+
+
+def test_ring_carries_gathers_on_two_links_and_pays_hops_for_an_all_to_all() -> None:
+    """8 ranks: 2 links for a gather; a byte of an all-to-all takes 16/7 hops on average."""
+    cluster = with_tier(kind="ring", GBps_per_link=Number(value=10))
+
+    assert rate(cluster, "all_gather", group(8)) == pytest.approx(20, rel=0.01)
+    assert rate(cluster, "all_to_all", group(8)) == pytest.approx(20 / (16 / 7), rel=0.01)
+    assert rate(cluster, "all_to_all", group(2)) == pytest.approx(10, rel=0.01)
+    assert rate(cluster, "all_gather", group(4, stride=2)) == pytest.approx(10, rel=0.01)
+
+
+def test_efficiency_may_depend_on_the_size() -> None:
+    """Fractions between their points, and time that stays below the first one."""
+    by_size = Curve(points=((1, 0.1), (100, 1.0)), source="measured", ref="x")
+    cluster = with_tier(kind="switch", GBps_per_rank=Number(value=100), efficiency_by_size=by_size)
+
+    assert transfer(cluster, "all_to_all", group(8), 10 * 2**20).GBps == pytest.approx(
+        31.6, rel=0.01
+    )
+    assert rate(cluster, "all_to_all", group(8)) == pytest.approx(100, rel=0.01)
+    found = transfer(cluster, "all_to_all", group(8), 2**20)
+    assert found.share_of_peak == pytest.approx(0.1)
+    assert "tiers.loopback.efficiency_by_size" in found.sources
+
+
+def test_shared_nics_and_oversubscription_divide_and_are_named() -> None:
+    """Both are numbers with a source of their own."""
+    shared = with_tier(
+        kind="switch", GBps_per_rank=Number(value=100), ranks_per_nic=Number(value=4),
+        oversubscription=Number(value=2),
+    )  # fmt: skip
+    found = transfer(shared, "all_gather", group(8), GB)
+
+    assert pytest.approx(12.5) == found.GBps
+    assert {"tiers.loopback.ranks_per_nic", "tiers.loopback.oversubscription"} <= set(found.sources)
+
+
+def test_ring_exchange_pays_latency_per_step_and_the_slowest_link() -> None:
+    """Validation only: P - 1 sends of one shard, over one link of a full mesh."""
+    cluster, shard = read_cluster("atlas-800t-a2"), 64e6
+    found = transfer(cluster, "ring", group(8), 7 * shard)
+
+    assert found.seconds == pytest.approx(7 * (20e-6 + shard / (28e9 * 0.66)), rel=1e-6)
+    wide = transfer(cluster, "ring", group(16), 15 * shard)
+    assert wide.tier == "RoCE"
+    assert wide.seconds == pytest.approx(15 * (40e-6 + shard / 17.5e9), rel=1e-6)
+
+
+def test_few_ranks_on_a_bus_get_more_each() -> None:
+    """Measured on PCIe: 22, 4.6 and 2 GB/s per rank for 2, 4 and 8 ranks."""
+    cluster = read_cluster("l20x8-pcie")
+
+    for size, GBps in ((2, 22.3), (4, 4.6), (8, 2.0)):
+        found = rate(cluster, "all_to_all", group(size, world=size))
+        assert found == pytest.approx(GBps, rel=0.02)

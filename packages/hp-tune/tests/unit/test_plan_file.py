@@ -10,7 +10,7 @@ import pytest
 import hp_cp
 import hp_tune
 from hp_mesh.layout import LAYOUTS
-from hp_tune.cluster import read_cluster
+from hp_tune.cluster_files import read_cluster
 from hp_tune.engine import search
 from hp_tune.errors import PlanMismatchError, PlanSchemaError
 from hp_tune.hf_config import read_model

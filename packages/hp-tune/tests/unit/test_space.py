@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hp_cp.plan import Plan, make_plan
-from hp_tune.cluster import read_cluster
+from hp_tune.cluster_files import read_cluster
 from hp_tune.engine import NothingValidError, Result, search
 from hp_tune.errors import UsageError
 from hp_tune.hf_config import read_model

@@ -13,7 +13,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from hp_tune.cluster import read_cluster
+from hp_tune.cluster_files import read_cluster
 from hp_tune.engine import Result, search
 from hp_tune.errors import StudyError
 from hp_tune.hf_config import read_model
