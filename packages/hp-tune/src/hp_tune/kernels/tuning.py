@@ -146,7 +146,10 @@ def _fill(tuned: Tuned, settings: Settings, judge: Judge, record: Record | None)
         verdict = None if record is None else record.find(launch)
         replayed = verdict is not None
         if verdict is None:
-            verdict = _same(twin) if twin else _verdict(tuned, family, launch, judge)
+            if twin is not None and twin.verdict.state != "pruned":
+                verdict = _same(twin)
+            else:
+                verdict = _verdict(tuned, family, launch, judge)
             if record is not None:
                 record.add(launch, verdict)
         tuned.trials.append(Trial(launch, verdict, replayed))
