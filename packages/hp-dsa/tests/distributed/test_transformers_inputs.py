@@ -68,6 +68,40 @@ def test_a_float32_model_is_as_near_to_the_truth_as_transformers_is(family: str)
 
 
 @FAMILY
+def test_bfloat16_runs_with_the_weights_in_float32_as_transformers_keeps_them(family: str) -> None:
+    """Selections of two precisions differ, so that only the losses are near."""
+    model = build(family)
+    for name, parameter in model.named_parameters():
+        kept = "weights_proj" in name or "gate.weight" in name
+        parameter.data = parameter.data.to(torch.float32 if kept else torch.bfloat16)
+    expected = prepare_model(build(family))
+    expected(input_ids=IDS)
+
+    def run(rank: int) -> Tensor:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        own = prepare_model(copy.deepcopy(model), mesh, overlap=True)
+        for _ in range(2):
+            ids = cut(IDS, rank, 2)
+            out = own(input_ids=ids, labels=IDS)
+            (out.loss + indexer_loss(own)).backward()
+        assert out.logits.dtype == torch.bfloat16
+        for name, parameter in own.named_parameters():
+            grad = parameter.grad
+            assert grad is None or (grad.dtype == parameter.dtype and grad.isfinite().all()), name
+        return indexer_loss(own).detach()
+
+    for loss in ranks(2).run(run):
+        assert loss.dtype == torch.float32
+        assert abs(loss / indexer_loss(expected) - 1) < 0.1
+
+
+@FAMILY
+def test_no_mask_is_made(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(MODULES[family], "create_causal_mask")
+    prepare_model(build(family))(input_ids=IDS)
+
+
+@FAMILY
 def test_more_keys_than_there_are_may_be_asked_for(family: str) -> None:
     model = build(family, index_topk=S + 9)
     with exact():
@@ -75,18 +109,21 @@ def test_more_keys_than_there_are_may_be_asked_for(family: str) -> None:
         assert_close(prepare_model(model)(input_ids=IDS).logits, expected)
 
 
+@pytest.mark.parametrize("kind", ["sparse", "dense"])
 @pytest.mark.parametrize("balance", [False, True], ids=["contiguous", "balanced"])
 @FAMILY
-def test_packed_documents_do_not_see_each_other(family: str, balance: bool) -> None:
+def test_packed_documents_do_not_see_each_other(family: str, balance: bool, kind: str) -> None:
     """As transformers packs: positions begin anew in each document."""
     ids, order = IDS[:1], "head_tail" if balance else "contiguous"
     positions = torch.cat([torch.arange(b - a) for a, b in zip([0, *ENDS], ENDS, strict=False)])
-    model = build(family)
+    model = build(family, **({"index_topk": S} if kind == "dense" else {}))
     seen = watch(model)
 
     def run(rank: int) -> dict[str, Any]:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        own = prepare_model(build(family), mesh, layout="TND", load_balance=balance)
+        own = prepare_model(
+            build(family), mesh, layout="TND", load_balance=balance, indexer_loss=kind
+        )
         starts = torch.tensor([0, *ENDS], dtype=torch.int32)
         out = own(input_ids=cut(ids, rank, 2, order), cu_seq_lens_q=starts)
         loss = indexer_loss(own, gradient_divisor=1)
@@ -98,7 +135,7 @@ def test_packed_documents_do_not_see_each_other(family: str, balance: bool) -> N
 
     with exact():
         expected = model(input_ids=ids, position_ids=positions[None], use_cache=False).logits
-        loss = formula_loss(model, seen, ends=ENDS) / S
+        loss = formula_loss(model, seen, ends=ENDS, dense=kind == "dense") / S
         loss.backward()
         for rank, got in enumerate(ranks(2).run(run)):
             assert_close(got["logits"], cut(expected, rank, 2, order), name="logits")
