@@ -62,8 +62,9 @@ LAUNCH = ("multibuffer", "num_stages", "num_warps", "programs", "tile")
 
 DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "cuda": {"tile": 4096, "num_warps": 4},
-    # one program per vector core of the smallest 910B; see `hp_comm.kernels.limits` for the tile
-    "ascend": {"tile": 4096, "programs": 40, "multibuffer": 1},
+    # three programs per vector core: pieces seldom share out evenly over 40; the tile is one that
+    # fits with every kernel (`hp_comm.kernels.limits`)
+    "ascend": {"tile": 4096, "programs": 120, "multibuffer": 1},
     "cpu": {"tile": 65536},  # the interpreter: few, large tiles
 }
 """Launch parameters of a device for which no file was found, by what its name begins with."""
