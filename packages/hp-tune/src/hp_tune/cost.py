@@ -1,21 +1,45 @@
 """Predict the time of one configuration.
 
-Counted is what context parallelism can change: the four projections, attention, its collectives
-and the copies around them, forward and backward, summed over layers (`hp_tune.layer_cost`). Dense
-layers, optimizer and FSDP traffic are the same for every configuration and left out.
+Counted is what context parallelism can change: projections, attention, its collectives and the
+copies around them, forward and backward, summed over layers. Dense layers, optimizer and FSDP
+traffic are the same for every configuration and left out.
+
+A layer is a list of pieces (`hp_tune.layer_cost` for the styles of `hp_cp`, `hp_tune.sparse_cost`
+for those of `hp_dsa`), each with its price (`hp_tune.pricing`); a schedule of two resources
+(`hp_tune.schedule`) says what of it the step waits for.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from hp_cp.plan import Plan
-from hp_tune.cluster import Cluster
-from hp_tune.layer_cost import LayerCost, Term
-from hp_tune.model import Model
+from hp_tune.cluster import Cluster, Source
+from hp_tune.layer_cost import LayerCost
+from hp_tune.model import Attention, Model
+from hp_tune.schedule import Slot
+from hp_tune.sparse_cost import SparseCost
+from hp_tune.term import Phase, Term, run, source_of
 from hp_tune.workload import Config, Workload
 
-__all__ = ["Prediction", "predict"]
+__all__ = ["Prediction", "Timeline", "predict"]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When each piece of one layer runs in one phase.
+
+    Attributes:
+        layer: The kind of layer.
+        count: How many there are; each runs like this.
+        slots: In the order in which each resource runs them.
+    """
+
+    layer: Attention
+    count: int
+    phase: Phase
+    slots: tuple[Slot, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +54,8 @@ class Prediction:
         num_collectives: Calls per micro-batch.
         peak_extra_bytes: The largest `Plan.describe` peak of any layer.
         resident_kv_bytes: K and V as attention sees them, the largest of any layer.
+        terms: Every addend with its formula, inputs, bytes, share of the peak and source.
+        timelines: For each kind of layer, forward and backward.
     """
 
     forward: float
@@ -41,6 +67,7 @@ class Prediction:
     peak_extra_bytes: int
     resident_kv_bytes: int
     terms: tuple[Term, ...] = field(repr=False)
+    timelines: tuple[Timeline, ...] = field(default=(), repr=False)
 
     @property
     def seconds(self) -> float:
@@ -51,23 +78,39 @@ class Prediction:
 def predict(model: Model, cluster: Cluster, workload: Workload, config: Config) -> Prediction:
     """Return the prediction for a configuration that `hp_tune.space.check` found valid."""
     plan = Plan(workload.cp_size, config.ulysses_degree, config.load_balance)
+    sources = source_of(cluster, workload.dtype)
     terms: list[Term] = []
+    timelines: list[Timeline] = []
     imbalance = 1.0
     calls = peak = resident = 0
     sent: dict[str, int] = {}
     for layer, count in model.layer_groups:
         if not layer.exchanges:
             continue
-        cost = LayerCost(model, layer, count, cluster, workload, config, plan)
-        terms += cost.terms()
+        cost: LayerCost | SparseCost
+        if layer.is_sparse:
+            cost = SparseCost(model, layer, cluster, workload, config)
+            extra = held = cost.description.gathered_bytes
+        else:
+            cost = LayerCost(model, layer, cluster, workload, config, plan)
+            extra = cost.description.peak_extra_bytes
+            held = cost.description.resident_kv_bytes
+        peak, resident = max(peak, extra), max(resident, held)
         imbalance = max(imbalance, cost.imbalance)
-        peak = max(peak, cost.description.peak_extra_bytes)
-        resident = max(resident, cost.description.resident_kv_bytes)
-        again = ("forward",) if workload.recompute else ()
-        for row in cost.description.collectives:
-            times = count * (2 if row.phase in again else 1)
-            sent[row.kind] = sent.get(row.kind, 0) + times * row.bytes_sent
-            calls += times * row.count
+        found, lines = _layer(cost, layer, count, cluster, sources)
+        timelines += lines
+        terms += found
+        if workload.recompute:
+            terms += [
+                replace(term, phase="backward", name=f"{term.name} (again)")
+                for term in found
+                if term.phase == "forward"
+            ]
+        for move in cost.moves:
+            again = workload.recompute and move.phase == "forward"
+            times = count * (2 if again else 1)
+            sent[move.kind] = sent.get(move.kind, 0) + times * move.bytes_sent
+            calls += times * move.count
     by_phase = {
         phase: sum(term.exposed for term in terms if term.phase == phase)
         for phase in ("forward", "backward")
@@ -82,4 +125,23 @@ def predict(model: Model, cluster: Cluster, workload: Workload, config: Config) 
         peak_extra_bytes=peak,
         resident_kv_bytes=resident,
         terms=tuple(terms),
+        timelines=tuple(timelines),
     )
+
+
+def _layer(
+    cost: LayerCost | SparseCost,
+    layer: Attention,
+    count: int,
+    cluster: Cluster,
+    sources: Mapping[str, Source],
+) -> tuple[list[Term], list[Timeline]]:
+    terms: list[Term] = []
+    lines: list[Timeline] = []
+    slowdown = cluster.device.overlap_slowdown.value
+    phases: tuple[Phase, ...] = ("forward", "backward")
+    for phase in phases:
+        found, slots = run(cost.pieces(phase), phase, count, slowdown, sources)
+        terms += found
+        lines.append(Timeline(layer, count, phase, tuple(slots)))
+    return terms, lines

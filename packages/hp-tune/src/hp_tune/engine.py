@@ -21,7 +21,7 @@ from hp_tune.workload import Config, Workload
 
 __all__ = ["COST_MODEL", "NothingValidError", "Result", "search"]
 
-COST_MODEL = 1
+COST_MODEL = 2
 """Raised when a change of the formulas makes old numbers incomparable."""
 
 Recompute = Literal["auto", "on", "off"]
@@ -58,6 +58,7 @@ def search(
     *,
     recompute: Recompute = "auto",
     overlap: bool | None = None,
+    variants: bool = False,
     study: Path | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Result:
@@ -70,6 +71,7 @@ def search(
         recompute: ``"auto"`` recomputes activations only if nothing fits without it.
         overlap: Whether asynchronous exchanges exist; None asks the installed hp-cp. They are
             rejected unless ``workload.handoffs``.
+        variants: Also groups of heads and K and V that are gathered again in backward.
         study: Journal file that keeps every point; None keeps nothing.
         tell: Receives one sentence when there is something to wait for or to repair.
 
@@ -87,7 +89,7 @@ def search(
     duplicates: list[Duplicate] = []
     for again in (False, True) if recompute == "auto" else (recompute == "on",):
         workload = workload.model_copy(update={"recompute": again})
-        configs, duplicates = enumerate_space(workload.cp_size, overlap=overlap)
+        configs, duplicates = enumerate_space(workload.cp_size, overlap=overlap, variants=variants)
         points = [_evaluate(model, cluster, workload, config) for config in configs]
         if any(p.prediction for p in points) or not any(_is_memory(p) for p in points):
             break
@@ -204,6 +206,7 @@ def _plan(result: Result) -> PlanFile:
         ),
         best=priced[0],
         layout=workload.layout,
+        styles="hp_dsa" if any(layer.is_sparse for layer in result.model.layers) else "hp_cp",
         margin=None if result.margin is None else six_digits(result.margin),
         alternatives=tuple(priced[1:4]),
         rejected=tuple(

@@ -1,75 +1,25 @@
-"""The cost of one kind of layer, term by term, each with its formula and its sources."""
+"""The cost of one kind of layer under `hp_cp`, term by term.
+
+Latent attention (MLA) exchanges K and V like others, after their up-projection. That the latent
+could be gathered instead is priced too, for no style does it yet: ``Config.gather="latent"``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import Literal
 
 from hp_cp.description import Collective, Description
 from hp_cp.plan import Plan
 from hp_tune.cluster import Cluster
 from hp_tune.model import Attention, Model
-from hp_tune.network import Group, Transfer, transfer
+from hp_tune.pairs import work_shares
+from hp_tune.pricing import Move, Pricing
+from hp_tune.term import Phase, Piece, chained
 from hp_tune.workload import Config, Workload
 
-__all__ = ["LayerCost", "Term", "busiest_description", "causal_pairs", "work_shares"]
-
-Phase = Literal["forward", "backward"]
-Resource = Literal["compute", "network", "memory"]
-
-
-@dataclass(frozen=True, slots=True)
-class Term:
-    """One addend of a prediction.
-
-    Attributes:
-        name: What runs, such as ``all_to_all q,k,v``.
-        seconds: Time on its resource, over all layers that it stands for.
-        exposed: Part of it that the step waits for; less than ``seconds`` where it is overlapped.
-        bytes: Bytes that leave a rank (network) or move in memory (memory), over those layers.
-        formula: How ``seconds`` of one layer follows from the numbers.
-        sources: Names of the cluster's numbers behind it.
-    """
-
-    name: str
-    phase: Phase
-    resource: Resource
-    layers: int
-    seconds: float
-    exposed: float
-    bytes: float
-    formula: str
-    sources: tuple[str, ...]
-
-
-def causal_pairs(start: int, stop: int, window: int | None = None) -> int:
-    """Return how many (query, key) pairs the query rows ``[start, stop)`` see.
-
-    A row sees itself and all earlier ones, or only the last ``window`` of these.
-    """
-
-    def below(rows: int) -> int:  # pairs of the first rows
-        full = rows if window is None else min(rows, window)
-        return full * (full + 1) // 2 + (rows - full) * (window or 0)
-
-    return below(stop) - below(start)
-
-
-def work_shares(plan: Plan, layer: Attention, workload: Workload) -> list[int]:
-    """Return the (query, key) pairs of each Colossal index, read from the plan's rows."""
-    S = workload.seq_len
-    shares = []
-    for rank in range(0, plan.cp_size, plan.ulysses_degree):
-        pairs = 0
-        for rows in plan.rows(rank, S):
-            if workload.causal and workload.skips_masked:
-                pairs += causal_pairs(rows.query_start, rows.query_end, layer.window)
-            else:
-                pairs += rows.query_length * S
-        shares.append(pairs)
-    return shares
+__all__ = ["LayerCost", "busiest_description", "latent_bytes"]
 
 
 @lru_cache(maxsize=4096)
@@ -79,7 +29,7 @@ def busiest_description(
     kv_heads: int,
     workload: Workload,
     sizes: tuple[int, int],
-    overlap: bool,
+    config: Config,
 ) -> Description:
     """Return what the Ulysses rank that sends most sends; ``sizes`` are those of a q and a v head.
 
@@ -97,149 +47,229 @@ def busiest_description(
             batch=workload.batch,
             element_size=workload.element_size,
             rank=rank,
-            overlap=overlap,
+            overlap=config.overlap and config.head_groups == 1,
+            head_groups=config.head_groups,
+            keep_kv=config.keep_kv,
         )
         for rank in range(plan.ulysses_degree if kv_heads % plan.ulysses_degree else 1)
     ]
     return max(found, key=lambda description: description.bytes())
 
 
+def latent_bytes(layer: Attention, workload: Workload) -> int:
+    """Return the bytes of one rank's latents."""
+    tokens = workload.batch * workload.seq_len // workload.cp_size
+    return tokens * (layer.latent_size or 0) * workload.element_size
+
+
 class LayerCost:
-    """The terms of one kind of layer, ``count`` times."""
+    """The pieces of one kind of layer."""
 
     def __init__(
         self,
         model: Model,
         layer: Attention,
-        count: int,
         cluster: Cluster,
         workload: Workload,
         config: Config,
         plan: Plan,
     ) -> None:
-        self.layer, self.count, self.cluster = layer, count, cluster
-        self.workload, self.config, self.plan = workload, config, plan
+        self.layer, self.workload, self.config, self.plan = layer, workload, config, plan
+        self.price = Pricing(cluster, workload)
         self.heads = layer.num_heads // workload.tp_size
         self.kv_heads = max(1, layer.num_kv_heads // workload.tp_size)
         self.tokens = workload.batch * workload.seq_len // workload.cp_size
         self.hidden = model.hidden_size
+        sizes = (layer.head_size, layer.v_head_size)
         self.description = busiest_description(
-            plan,
-            self.heads,
-            self.kv_heads,
-            workload,
-            (layer.head_size, layer.v_head_size),
-            config.overlap,
+            plan, self.heads, self.kv_heads, workload, sizes, config
         )
+        self.moves = [self._move(row) for row in self.description.collectives]
+        self.gathers_latent = config.gather == "latent" and layer.latent_size is not None
+        if self.gathers_latent:
+            self.moves = _with_latent(self.moves, latent_bytes(layer, workload), workload)
         shares = work_shares(plan, layer, workload)
         mean = sum(shares) / len(shares)
         self.imbalance = 1.0 if cluster.shared_cores else max(shares) / mean
         self.pairs = mean * self.imbalance
 
-    def terms(self) -> list[Term]:
-        """Return all terms, forward first; recomputation repeats the forward's in backward."""
-        forward = self._phase("forward")
-        backward = self._phase("backward")
-        if self.workload.recompute:
-            backward += [
-                replace(term, phase="backward", name=f"{term.name} (again)") for term in forward
-            ]
-        return forward + backward
+    def pieces(self, phase: Phase) -> list[Piece]:
+        """Return the pieces of a phase in the order in which each resource runs them."""
+        moves = [move for move in self.moves if move.phase == phase]
+        if self.config.head_groups > 1:
+            return self._grouped(phase, moves)
+        if self.config.overlap:
+            return self._overlapped(phase, moves)
+        before, after = self._around_attention(phase, moves)
+        ins, out = self._projections(phase), self._out(phase)
+        first, last = ([*ins], [out]) if phase == "forward" else ([out], [*ins])
+        return chained(
+            [*first, *self._sent(before), self._attention(phase), *self._sent(after), *last]
+        )
 
-    def _phase(self, phase: Phase) -> list[Term]:
-        rows = [row for row in self.description.collectives if row.phase == phase]
-        costs = [(row, self._transfer(row)) for row in rows]
-        hidden = self._hidden(phase, costs)
-        terms = [
-            *self._projections(phase),
-            self._attention(phase),
-            *(self._network(row, moved, hidden.get(row, 0.0)) for row, moved in costs),
-            *self._copies(phase, rows),
-        ]
-        return [term for term in terms if term.seconds > 0]
+    def _around_attention(
+        self, phase: Phase, moves: Sequence[Move]
+    ) -> tuple[list[Move], list[Move]]:
+        """Split the moves into those before and after attention."""
+        first = (
+            [m for m in moves if m.what != "out"]
+            if phase == "forward"
+            else [m for m in moves if m.what == "out" or m.kind == "all_gather"]
+        )
+        return first, [move for move in moves if move not in first]
 
-    def _projections(self, phase: Phase) -> list[Term]:
+    def _sent(self, moves: Iterable[Move], suffix: str = "") -> list[Piece]:
+        """Return each move with the copies around it."""
+        found: list[Piece] = []
+        for move in moves:
+            found += [self.price.move(move, move.name + suffix), self._copies(move, suffix)]
+        return found
+
+    def _overlapped(self, phase: Phase, moves: Sequence[Move]) -> list[Piece]:
+        """Each of q, k and v travels behind the projections; what is left is in a row.
+
+        Forward, a tensor leaves when its projection is done. Backward mirrors it: all start
+        together and each projection's gradients wait for their own.
+        """
+        behind = self._behind(phase, moves)
+        before, after = self._around_attention(
+            phase, [move for move in moves if behind.get(move.what) != move]
+        )
+        gemms = {piece.name.split()[0]: piece for piece in self._projections(phase)}
+        order = self._order(phase)
+        core = [*self._sent(before), self._attention(phase), *self._sent(after)]
+        found: list[Piece] = []
+        if phase == "forward":
+            copies: list[Piece] = []
+            for name in order:  # one resource runs them in this order
+                needs = ("all_gather latent",) if self._waits_for_latent(name, behind) else ()
+                found.append(replace(gemms[name], after=needs))
+                if name in behind:
+                    move = behind[name]
+                    found.append(replace(self.price.move(move), after=(gemms[name].id,)))
+                    copies.append(replace(self._copies(move), after=(move.name,)))
+            all_here = tuple(piece.id for piece in (*found, *copies))
+            return [*found, *copies, *chained([*core, self._out(phase)], all_here)]
+        found = chained([self._out(phase), *core])
+        ready = (found[-1].id,)
+        for name in order:
+            waits: tuple[str, ...] = ready
+            if name in behind:
+                starts = ("k projection", "v projection") if name == "latent" else ready
+                found.append(replace(self.price.move(behind[name]), after=starts))
+                found.append(replace(self._copies(behind[name]), after=(found[-1].id,)))
+                waits = (found[-1].id,)
+            elif name == "latent":
+                waits = ("k projection", "v projection")
+            found.append(replace(gemms[name], after=waits))
+        return found
+
+    def _behind(self, phase: Phase, moves: Sequence[Move]) -> dict[str, Move]:
+        """Return the moves that run behind projections, by what they carry."""
+        kind = "all_to_all"
+        if self.plan.ulysses_degree == 1:
+            kind = "all_gather" if phase == "forward" else "reduce_scatter"
+        names = ("latent", "q", "k", "v")
+        return {move.what: move for move in moves if move.kind == kind and move.what in names}
+
+    def _order(self, phase: Phase) -> tuple[str, ...]:
+        """Return the projections in the order in which they run, or their gradients do."""
+        order = ("k", "v", "q") if self.plan.ulysses_degree == 1 else ("q", "k", "v")
+        if self.gathers_latent:
+            order = ("q", "k", "v") if phase == "forward" else ("k", "v", "q")
+        if self.layer.latent_size is None:
+            return order
+        return ("latent", *order) if phase == "forward" else (*order, "latent")
+
+    def _waits_for_latent(self, name: str, behind: Mapping[str, Move]) -> bool:
+        return self.gathers_latent and name in ("k", "v") and "latent" in behind
+
+    def _grouped(self, phase: Phase, moves: Sequence[Move]) -> list[Piece]:
+        """Group by group: the exchange of one behind the attention of another."""
+        count = self.config.head_groups
+        before, after = self._around_attention(phase, moves)
+        ins, out = self._projections(phase), self._out(phase)
+        first, last = (ins, [out]) if phase == "forward" else ([out], ins)
+        found = chained(first)
+        ready = (found[-1].id,)
+        cores = [self._attention(phase, f" #{g}") for g in range(count)]
+
+        def arrive(g: int) -> list[Piece]:
+            # of two groups q, k and v are in memory: the next starts with the attention before it
+            return chained(self._sent(before, f" #{g}"), ready if g < 2 else (cores[g - 2].id,))
+
+        found += arrive(0)
+        here = (found[-1].id,)
+        returned: list[str] = []
+        for g in range(count):
+            core = replace(cores[g], after=here)
+            arrived = arrive(g + 1) if g + 1 < count else []
+            here = (arrived[-1].id if arrived else core.id,)
+            back = chained(self._sent(after, f" #{g}"), (core.id,))
+            returned += [piece.id for piece in back] or [core.id]
+            # the network takes the next group in before this one's output goes out; what unpacks
+            # it runs on the compute stream after this group's attention
+            sends = [piece for piece in arrived if piece.resource == "network"]
+            unpacks = [piece for piece in arrived if piece.resource != "network"]
+            found += [*sends, core, *unpacks, *back]
+        return [*found, *chained(last, tuple(returned))]
+
+    def _projections(self, phase: Phase) -> list[Piece]:
         times = 1 if phase == "forward" else 2
-        return [
-            self._term(
-                f"{name} projection",
-                phase,
-                "compute",
-                times * seconds,
-                f"{times} x 2 x {self.tokens} tokens x {self.hidden} x {width} / GEMM rate",
-                sources=("device.peak_TFLOPS", "device.gemm_efficiency"),
+        tokens, whole = self.tokens, self.tokens * self.workload.cp_size
+        rows = whole if self.gathers_latent else tokens
+        found = [
+            self.price.gemm(
+                f"{name} projection", rows if name in ("k", "v") else tokens, macs, times
             )
-            for name, width, seconds in self._gemms()
+            for name, macs in self._macs()
+        ]
+        return [piece for piece in found if piece.name != "out projection"]
+
+    def _out(self, phase: Phase) -> Piece:
+        times = 1 if phase == "forward" else 2
+        return self.price.gemm("out projection", self.tokens, dict(self._macs())["out"], times)
+
+    def _macs(self) -> list[tuple[str, int]]:
+        """Return the multiply-adds per token of each projection."""
+        layer, hidden, heads, kv = self.layer, self.hidden, self.heads, self.kv_heads
+        gate = hidden * heads * layer.v_head_size if layer.output_gate else 0
+        q = hidden * heads * layer.head_size
+        if layer.q_latent_size is not None:
+            q = layer.q_latent_size * (hidden + heads * layer.head_size)
+        out = [("q", q), ("out", hidden * heads * layer.v_head_size + gate)]
+        if layer.latent_size is None:
+            sizes = (("k", layer.head_size), ("v", layer.v_head_size))
+            return [out[0], *((name, hidden * kv * size) for name, size in sizes), out[1]]
+        latent = layer.latent_size - layer.rope_size
+        return [
+            out[0],
+            ("latent", hidden * layer.latent_size),
+            ("k", latent * heads * (layer.head_size - layer.rope_size)),
+            ("v", latent * heads * layer.v_head_size),
+            out[1],
         ]
 
-    def _gemms(self) -> list[tuple[str, int, float]]:
-        layer, device = self.layer, self.cluster.device
-        rate = device.peak_TFLOPS[self.workload.dtype].value * 1e12 * device.gemm_efficiency.value
-        kv = self.kv_heads
-        widths = [
-            ("q", self.heads * layer.head_size),
-            ("k", kv * layer.head_size),
-            ("v", kv * layer.v_head_size),
-            ("out", self.heads * layer.v_head_size),
-        ]
-        return [(name, w, 2 * self.tokens * self.hidden * w / rate) for name, w in widths]
-
-    def _attention(self, phase: Phase) -> Term:
-        layer, device = self.layer, self.cluster.device
+    def _attention(self, phase: Phase, suffix: str = "") -> Piece:
         calls = 2 if self.plan.load_balance else 1
-        heads = self.heads // self.plan.ulysses_degree
-        rows = self.workload.seq_len // self.plan.colossal_degree // calls
-        busy = rows * heads * self.workload.batch
-        fill = busy / (busy + device.attention_saturation.value)
-        peak = device.peak_TFLOPS[self.workload.dtype].value * 1e12
-        rate = peak * device.attention_efficiency.value * fill
-        size = layer.head_size + layer.v_head_size
-        flops = 2 * self.workload.batch * heads * size * self.pairs
-        times = 1.0 if phase == "forward" else 2.5
-        return self._term(
-            "attention" if calls == 1 else "attention (2 calls)",
-            phase,
-            "compute",
-            times * flops / rate + calls * device.launch_us.value * 1e-6,
-            f"{times} x 2 x {self.workload.batch} x {heads} heads x {size} "
-            f"x {self.pairs:.6g} pairs / ({rate / 1e12:.4g} TFLOPS)",
-            sources=(
-                "device.peak_TFLOPS",
-                "device.attention_efficiency",
-                "device.attention_saturation",
-                "device.launch_us",
-            ),
+        name = "attention" if calls == 1 else "attention (2 calls)"
+        return self.price.attention(
+            name,
+            self.pairs,
+            self.heads // self.plan.ulysses_degree // self.config.head_groups,
+            self.layer.head_size + self.layer.v_head_size,
+            rows=self.workload.seq_len // self.plan.colossal_degree // calls,
+            calls=calls,
+            times=1.0 if phase == "forward" else 2.5,
+            key=name + suffix,
         )
 
-    def _transfer(self, row: Collective) -> Transfer:
-        tp, u = self.workload.tp_size, self.plan.ulysses_degree
-        size, stride = {
-            "ulysses": (u, tp),
-            "colossal": (self.plan.colossal_degree, u * tp),
-            "cp": (self.plan.cp_size, tp),
-        }[row.axis]
-        group = Group(size, stride, self.workload.num_ranks)
-        return transfer(self.cluster, row.kind, group, row.bytes_sent)
-
-    def _network(self, row: Collective, moved: Transfer, hidden: float) -> Term:
-        return self._term(
-            f"{row.kind} {row.what}",
-            row.phase,
-            "network",
-            moved.seconds,
-            f"latency + {moved.tier_bytes:.6g} B on {moved.tier} / {moved.GBps:.4g} GB/s "
-            f"({moved.share_of_peak:.0%} of its peak)",
-            exposed=max(0.0, moved.seconds - hidden),
-            volume=row.bytes_sent,
-            sources=moved.sources,
-        )
-
-    def _copies(self, phase: Phase, rows: Iterable[Collective]) -> list[Term]:
+    def _copies(self, move: Move, suffix: str = "") -> Piece:
         """Price packs and unpacks around all-to-alls, and the relayout of what was gathered.
 
         A gather lands with the rank in front; where the sequence is the first dim that is in order.
         """
-        workload, device = self.workload, self.cluster.device
+        workload = self.workload
         in_order = workload.layout in ("SBHD", "TND") or (
             workload.layout == "BSHD" and workload.batch == 1
         )
@@ -249,84 +279,27 @@ class LayerCost:
             "reduce_scatter": 0 if in_order else 1,
             "p2p": 2,
         }
-        rate = device.memory_GBps.value * 1e9 * device.memory_efficiency.value
-        terms = []
-        for row in rows:
-            size = {"ulysses": self.plan.ulysses_degree, "colossal": self.plan.colossal_degree}
-            members = size.get(row.axis, 0)
-            whole = row.bytes_sent * members / (members - 1) if members else row.bytes_sent
-            moved = 2 * whole * copies[row.kind]
-            terms.append(
-                self._term(
-                    f"copies for {row.kind} {row.what}",
-                    phase,
-                    "memory",
-                    copies[row.kind] * device.launch_us.value * 1e-6 + moved / rate,
-                    f"{copies[row.kind]} x (launch + 2 x {whole:.6g} B / {rate / 1e9:.4g} GB/s)",
-                    volume=moved,
-                    sources=("device.memory_GBps", "device.memory_efficiency", "device.launch_us"),
-                )
-            )
-        return terms
+        key = f"copies for {move.name}{suffix}"
+        return self.price.copies_of(move, copies[move.kind], key)
 
-    def _hidden(
-        self, phase: Phase, costs: Sequence[tuple[Collective, Transfer]]
-    ) -> dict[Collective, float]:
-        """Return how much of each collective runs behind projections, on two resources.
+    def _move(self, row: Collective) -> Move:
+        tp, u = self.workload.tp_size, self.plan.ulysses_degree
+        size, stride = {
+            "ulysses": (u, tp),
+            "colossal": (self.plan.colossal_degree, u * tp),
+            "cp": (self.plan.cp_size, tp),
+        }[row.axis]
+        return Move(row.phase, row.kind, row.what, row.count, row.bytes_sent, size, stride)
 
-        Forward: the collective of a tensor starts when its projection is done. Backward mirrors
-        it: all start together and each projection's gradients wait for their own. The price of
-        overlap, slower kernels, is taken off what is hidden.
-        """
-        if not self.config.overlap:
-            return {}
-        gemm = {name: seconds for name, _, seconds in self._gemms()}
-        kind = {"forward": "all_to_all", "backward": "all_to_all"}
-        if self.plan.ulysses_degree == 1:
-            kind = {"forward": "all_gather", "backward": "reduce_scatter"}
-        slower = 1 + self.cluster.device.overlap_slowdown.value
-        order = ("k", "v", "q") if self.plan.ulysses_degree == 1 else ("q", "k", "v")
-        times = {
-            name: next((m.seconds for r, m in costs if r.what == name and r.kind == kind[phase]), 0)
-            for name in order
-        }
-        compute = network = 0.0
-        for name in order:
-            if phase == "forward":
-                compute += gemm[name] * slower
-                network = max(network, compute) + times[name] if times[name] else network
-            else:
-                network += times[name]
-                compute = max(compute, network if times[name] else 0.0) + 2 * gemm[name] * slower
-        work = sum(gemm[name] for name in order) * (1 if phase == "forward" else 2)
-        total = sum(times.values())
-        hidden = max(0.0, total - (max(compute, network) - work))
-        return {
-            row: hidden * moved.seconds / total
-            for row, moved in costs
-            if row.kind == kind[phase] and row.what in times and total
-        }
 
-    def _term(
-        self,
-        name: str,
-        phase: Phase,
-        resource: Resource,
-        seconds: float,
-        formula: str,
-        *,
-        exposed: float | None = None,
-        volume: float = 0.0,
-        sources: tuple[str, ...],
-    ) -> Term:
-        return Term(
-            name=name,
-            phase=phase,
-            resource=resource,
-            layers=self.count,
-            seconds=seconds * self.count,
-            exposed=(seconds if exposed is None else exposed) * self.count,
-            bytes=volume * self.count,
-            formula=formula,
-            sources=sources,
-        )
+def _with_latent(moves: Sequence[Move], latent: int, workload: Workload) -> list[Move]:
+    """Replace the gathers of K and V by one of the latent, and their reduce-scatters likewise."""
+    others = [move for move in moves if move.kind not in ("all_gather", "reduce_scatter")]
+    P = workload.cp_size
+    if P == 1:
+        return others
+    found = [
+        Move("forward", "all_gather", "latent", 1, latent * (P - 1), P, workload.tp_size),
+        Move("backward", "reduce_scatter", "latent", 1, latent * (P - 1), P, workload.tp_size),
+    ]
+    return [*others, *found]

@@ -74,11 +74,17 @@ class RejectedConfig(_Strict):
 
 
 class Entry(_Strict):
-    """One answer: the configuration for some lengths and a number of ranks."""
+    """One answer: the configuration for some lengths and a number of ranks.
+
+    Attributes:
+        styles: Whose styles run it; those of ``hp_dsa`` are three, with the arguments of
+            `style_kwargs`.
+    """
 
     when: When
     best: PricedConfig
     layout: Layout
+    styles: Literal["hp_cp", "hp_dsa"] = "hp_cp"
     margin: float | None = None
     alternatives: tuple[PricedConfig, ...] = ()
     rejected: tuple[RejectedConfig, ...] = ()
@@ -91,17 +97,29 @@ class Entry(_Strict):
 
     def style_kwargs(self, **overrides: Any) -> dict[str, Any]:
         """Return the arguments of the style's constructor; ``overrides`` win."""
-        dims = LAYOUTS[self.layout]
-        return {
+        config, dims = self.best.config, LAYOUTS[self.layout]
+        if self.styles == "hp_dsa":
+            layout = "TND" if self.layout == "TND" else "BSND"
+            found: dict[str, Any] = {"layout": layout, "load_balance": config.load_balance}
+            found |= {} if config.keep_kv else {"keep_keys": False}
+            return {**found, **overrides}
+        found = {
             "seq_dim": dims.seq_dim,
             "head_dim": dims.head_dim,
-            "ulysses_degree": self.best.config.ulysses_degree,
-            "load_balance": self.best.config.load_balance,
-            **overrides,
+            "ulysses_degree": config.ulysses_degree,
+            "load_balance": config.load_balance,
         }
+        found |= {} if config.keep_kv else {"keep_kv": False}
+        found |= {} if config.head_groups == 1 else {"head_groups": config.head_groups}
+        return {**found, **overrides}
 
     def style(self, **overrides: Any) -> ContextParallel:
         """Return the style object to apply; the only call here that imports torch."""
+        if self.styles != "hp_cp":
+            raise PlanMismatchError(
+                "this plan is for sparse attention, which takes the three styles of hp_dsa",
+                "construct them with style_kwargs()",
+            )
         import hp_cp
 
         name = "AsyncContextParallel" if self.best.config.overlap else "ContextParallel"

@@ -14,13 +14,15 @@ from hp_cp.plan import Plan, make_plan
 from hp_mesh.checks import divisors
 from hp_tune.cluster import Cluster
 from hp_tune.memory import GIB, memory_use
-from hp_tune.model import Model
+from hp_tune.model import Attention, Model
 from hp_tune.workload import Config, Workload
 
 __all__ = ["Duplicate", "Rejection", "async_available", "check", "enumerate_space"]
 
 INT32 = 2**31
 ASKED = "search"
+HEAD_GROUPS = (2, 4)
+"""Candidates: more groups are smaller messages and emptier devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +59,22 @@ def async_available() -> bool:
 
 
 def enumerate_space(
-    cp_size: int, *, overlap: bool | None = None
+    cp_size: int, *, overlap: bool | None = None, variants: bool = False
 ) -> tuple[list[Config], list[Duplicate]]:
     """Return every distinct configuration on ``cp_size`` ranks in a fixed order, and duplicates.
 
     Args:
         cp_size: Number of CP ranks.
         overlap: Whether asynchronous exchanges exist; None asks the installed hp-cp.
+        variants: Also K and V that are gathered again (``keep_kv=False``) and, where asynchronous
+            exchanges exist, groups of heads.
     """
     overlap = async_available() if overlap is None else overlap
     points: list[Config] = []
     duplicates: list[Duplicate] = []
     for u in divisors(cp_size):
         for balance in (False, True):
-            for ahead in (False, True) if overlap else (False,):
-                config = Config(ulysses_degree=u, load_balance=balance, overlap=ahead)
+            for config in _choices(u, balance, overlap, variants):
                 same_as, reason = _canonical(config, cp_size)
                 if same_as == config:
                     points.append(config)
@@ -80,18 +83,32 @@ def enumerate_space(
     return points, duplicates
 
 
+def _choices(u: int, balance: bool, overlap: bool, variants: bool) -> list[Config]:
+    modes = [(False, 1)] + [(True, 1)] * overlap
+    modes += [(True, groups) for groups in HEAD_GROUPS if overlap and variants and not balance]
+    return [
+        Config(
+            ulysses_degree=u, load_balance=balance, overlap=ahead, head_groups=groups, keep_kv=keep
+        )
+        for ahead, groups in modes
+        for keep in ((True, False) if variants else (True,))
+    ]
+
+
 def _canonical(config: Config, cp_size: int) -> tuple[Config, str]:
     if cp_size == 1:
         return Config(ulysses_degree=1), "one rank exchanges nothing"
     if config.load_balance and config.overlap and config.ulysses_degree == 1:
         same = config.model_copy(update={"overlap": False})
         return same, "load_balance runs synchronously"
+    if not config.keep_kv and config.ulysses_degree == cp_size:
+        return config.model_copy(update={"keep_kv": True}), "Ulysses gathers no K and V"
     return config, ""
 
 
 def check(model: Model, cluster: Cluster, workload: Workload, config: Config) -> Plan | Rejection:
     """Return the plan of a valid configuration, or the first rule that it breaks."""
-    rejection = _check_mesh(model, workload)
+    rejection = _check_mesh(model, workload) or _check_kinds(model, workload, config)
     if rejection is not None:
         return rejection
     cp, u, tp = workload.cp_size, config.ulysses_degree, workload.tp_size
@@ -101,12 +118,17 @@ def check(model: Model, cluster: Cluster, workload: Workload, config: Config) ->
         make_plan(cp, u, where=ASKED)
         rule, numbers = "V05", {**group, "load_balance": config.load_balance}
         plan = make_plan(cp, u, config.load_balance, where=ASKED)
+        rule, numbers = "V15", {**group, "keep_kv": config.keep_kv}
+        plan.check_keep_kv(config.keep_kv, where=ASKED)
         rule = "V03"
         for layer, _ in model.layer_groups:
-            if layer.exchanges:
+            if layer.exchanges and not layer.is_sparse:
                 heads, kv = layer.num_heads // tp, max(1, layer.num_kv_heads // tp)
                 numbers = {**group, "num_heads": heads, "num_kv_heads": kv, "tp_size": tp}
                 plan.heads(heads, kv, where=ASKED, tp_size=tp)
+                if config.head_groups > 1:
+                    numbers["head_groups"] = config.head_groups
+                    plan.check_head_groups(config.head_groups, heads, kv, where=ASKED)
         rule, numbers = "V01", {**group, "seq_len": workload.seq_len}
         plan.split_length(workload.seq_len, ASKED)
     except ValueError as error:
@@ -121,7 +143,7 @@ def check(model: Model, cluster: Cluster, workload: Workload, config: Config) ->
 
 
 def _check_handoffs(workload: Workload, config: Config) -> Rejection | None:
-    if not config.overlap or workload.handoffs:
+    if not config.overlap or workload.handoffs or config.head_groups > 1:
         return None
     return Rejection(
         "V09",
@@ -150,22 +172,76 @@ def _check_mesh(model: Model, workload: Workload) -> Rejection | None:
                     {name: count, "tp_size": tp},
                     f"use --tp with one of {', '.join(map(str, divisors(count)))}",
                 )
-        if layer.kind == "compressed":
-            return Rejection(
-                "V12",
-                f"layers with one key per {layer.compression} tokens must have a context "
-                "parallelism of their own, which neither hp_cp nor hp_dsa has",
-                {"compression": layer.compression},
-                "this model can be described, not parallelised",
-            )
-        if layer.index_topk is not None:
-            return Rejection(
-                "V08",
-                f"sparse attention (index_topk {layer.index_topk}) must use the styles of hp_dsa, "
-                "which this version does not price",
-                {"index_topk": layer.index_topk},
-                "apply hp_dsa's Colossal styles; they have no degree to choose",
-            )
+    return None
+
+
+def _check_kinds(model: Model, workload: Workload, config: Config) -> Rejection | None:
+    """Refuse kinds of layers that no style serves, and what their styles do not have."""
+    for layer, _ in model.layer_groups:
+        found = _check_kind(layer, workload, config)
+        if found is not None:
+            return found
+    if config.load_balance and workload.documents is not None:
+        return Rejection(
+            "V06",
+            "load_balance evens out one causal sequence and must not meet packed documents, whose "
+            "work it does not know",
+            {"load_balance": True, "documents": len(workload.documents)},
+            "use ulysses_degree above 1, or leave load_balance off",
+        )
+    return None
+
+
+def _check_kind(layer: Attention, workload: Workload, config: Config) -> Rejection | None:
+    if layer.kind == "compressed":
+        return Rejection(
+            "V12",
+            f"layers with one key per {layer.compression} tokens must have a context "
+            "parallelism of their own, which neither hp_cp nor hp_dsa has",
+            {"compression": layer.compression},
+            "this model can be described, not parallelised",
+        )
+    if config.gather == "latent":
+        return Rejection(
+            "V09",
+            "gather of latents must be something that a style does, and none does",
+            {"gather": "latent"},
+            "use gather='kv'; predict() says what the latent would win",
+        )
+    if layer.index_topk is None:
+        return None
+    sparse = {"index_topk": layer.index_topk, "ulysses_degree": config.ulysses_degree}
+    if not layer.is_sparse:
+        return Rejection(
+            "V08",
+            f"sparse attention (index_topk {layer.index_topk}) must have latent keys, which the "
+            "styles of hp_dsa gather",
+            sparse,
+            "no style serves an indexer on other keys",
+        )
+    if config.ulysses_degree > 1:
+        return Rejection(
+            "V08",
+            f"ulysses_degree ({config.ulysses_degree}) must be 1 for sparse attention: all heads "
+            "share one key, and queries stay where they are",
+            sparse,
+            "use ulysses_degree=1, the one mode of hp_dsa's styles",
+        )
+    if config.head_groups > 1:
+        return Rejection(
+            "V08",
+            f"head_groups ({config.head_groups}) must be 1 for sparse attention: the styles of "
+            "hp_dsa have no groups of heads",
+            sparse,
+            "leave head_groups out",
+        )
+    if workload.layout not in ("BSHD", "TND"):
+        return Rejection(
+            "V08",
+            f"layout ({workload.layout}) must be BSHD (BSND) or TND for sparse attention",
+            {**sparse, "layout": workload.layout},
+            "search with --layout BSND",
+        )
     return None
 
 

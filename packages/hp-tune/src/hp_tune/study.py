@@ -18,7 +18,7 @@ from hp_tune.errors import StudyError
 from hp_tune.files import sha256
 from hp_tune.journal import locked, open_storage, repair_tail
 from hp_tune.memory import MemoryUse
-from hp_tune.space import Rejection
+from hp_tune.space import HEAD_GROUPS, Rejection
 from hp_tune.workload import Config
 
 if TYPE_CHECKING:
@@ -153,11 +153,13 @@ def _trial(point: Point, cp_size: int) -> FrozenTrial:
     return create_trial(
         state=TrialState.PRUNED if point.rejection else TrialState.COMPLETE,
         value=None if point.prediction is None else point.prediction.seconds * 1e3,
-        params=config.model_dump(),
+        params={key: value for key, value in config if key != "gather"},
         distributions={
             "ulysses_degree": CategoricalDistribution(tuple(divisors(cp_size))),
             "load_balance": flags,
             "overlap": flags,
+            "head_groups": CategoricalDistribution((1, *HEAD_GROUPS)),
+            "keep_kv": flags,
         },
         user_attrs=attributes,
     )
@@ -195,6 +197,9 @@ def _numbers(point: Point) -> dict[str, Any]:
                 "exposed_ms": term.exposed * 1e3,
                 "bytes": term.bytes,
                 "formula": term.formula,
+                "inputs": dict(term.inputs),
+                "share_of_peak": term.share_of_peak,
+                "source": term.source,
                 "sources": list(term.sources),
             }
             for term in prediction.terms

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from hp_mesh.layout import layout as layout_by_name
 
@@ -37,6 +44,8 @@ class Workload(BaseModel):
         handoffs: Whether the model marks where q, k and v are final (`hp_cp.Handoff`), which
             asynchronous exchanges need; a rotary embedding stands behind the projections.
         recompute: Whether each layer's forward runs again in backward (activation checkpointing).
+        documents: Lengths of packed documents and how often each occurs; a token sees only its own.
+            None for one document.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -52,6 +61,9 @@ class Workload(BaseModel):
     skips_masked: bool = True
     handoffs: bool = False
     recompute: bool = False
+    documents: tuple[tuple[PositiveInt, PositiveFloat], ...] | None = Field(
+        default=None, min_length=1
+    )
 
     @property
     def num_ranks(self) -> int:
@@ -71,6 +83,11 @@ class Config(BaseModel):
         ulysses_degree: As in `hp_cp.ContextParallel`, resolved (never None).
         load_balance: As in `hp_cp.ContextParallel`.
         overlap: `hp_cp.AsyncContextParallel` instead: q, k, v travel behind the projections.
+        head_groups: As in `hp_cp.AsyncContextParallel`: groups of heads, the exchange of one behind
+            the attention of another, and nothing behind the projections.
+        keep_kv: As in `hp_cp.ContextParallel`: False gathers K and V again in backward.
+        gather: ``"latent"``: MLA's latents are gathered instead of K and V. No style does; priced
+            to say what it would win.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -78,6 +95,9 @@ class Config(BaseModel):
     ulysses_degree: int = Field(ge=1)
     load_balance: bool = False
     overlap: bool = False
+    head_groups: int = Field(default=1, ge=1)
+    keep_kv: bool = True
+    gather: Literal["kv", "latent"] = "kv"
 
     def label(self, cp_size: int) -> str:
         """Return a short name, such as ``hybrid u=2 async``."""
@@ -85,4 +105,6 @@ class Config(BaseModel):
         mode = "colossal" if u == 1 else "ulysses" if u == cp_size else "hybrid"
         words = [mode, f"u={u}"]
         words += ["load_balance"] * self.load_balance + ["async"] * self.overlap
+        words += [f"head_groups={self.head_groups}"] * (self.head_groups > 1)
+        words += ["keep_kv=False"] * (not self.keep_kv) + ["latent"] * (self.gather == "latent")
         return " ".join(words)

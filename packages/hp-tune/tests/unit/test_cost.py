@@ -11,7 +11,7 @@ from hp_tune.cluster import Cluster
 from hp_tune.cluster_files import read_cluster
 from hp_tune.cost import Prediction, predict
 from hp_tune.hf_config import read_model
-from hp_tune.layer_cost import causal_pairs, work_shares
+from hp_tune.pairs import causal_pairs, work_shares
 from hp_tune.memory import memory_use
 from hp_tune.model import Attention, Model
 from hp_tune.workload import Config, Workload
