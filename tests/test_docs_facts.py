@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TROUBLES = [ROOT / "docs" / "guide" / tongue / "troubleshooting.md" for tongue in ("en", "zh")]
-TABLES = [ROOT / "docs" / "faults.md", *TROUBLES]
+COMPOSE = [ROOT / "docs" / "guide" / tongue / "compose.md" for tongue in ("en", "zh")]
+TABLES = [ROOT / "docs" / "faults.md", *TROUBLES, *COMPOSE]
 TEST = re.compile(r"`([\w./-]+\.py)::(test_\w+)`")
 MESSAGE = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
 VARIES = "\N{HORIZONTAL ELLIPSIS}"
