@@ -95,7 +95,7 @@ def _unpack_tensor(
                     )  # fmt: skip
                 else:
                     values = _sum_of_summands(
-                        buffer, line + 1, start, c + column, row, here,
+                        buffer, line + 1, start, row, c + column, rows - r, column + c < inner,
                         SUMMANDS, ALIGN, BLOCK_ROWS, BLOCK_INNER,
                     )  # fmt: skip
                 tl.store(
@@ -107,7 +107,7 @@ def _unpack_tensor(
 
 @triton.jit
 def _sum_of_summands(
-    buffer, line, start, column, row, here,
+    buffer, line, start, row, column, left, known,
     SUMMANDS: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
 ):  # fmt: skip
@@ -116,9 +116,13 @@ def _sum_of_summands(
     for k in tl.static_range(SUMMANDS):
         offset = tl.load(line + 2 * k)
         stride = tl.multiple_of(tl.load(line + 2 * k + 1), ALIGN)
+        # a mask of a row part and a column part: of another one Ascend loads single elements
+        there = left
+        if SUMMANDS > 1:
+            there = tl.where(offset >= 0, left, 0)
         total += tl.load(
             buffer + tl.multiple_of(offset, ALIGN) + start * stride + row * stride + column,
-            mask=here & (offset >= 0), other=0.0,
+            mask=(row < there) & known, other=0.0,
         ).to(wide)  # fmt: skip
     return total
 
@@ -242,11 +246,11 @@ def unpack_rotary(
             target = grad + tl.multiple_of(tl.load(line + 1), ALIGN) + start * g_row + row * g_row
             if ROTARY > 0:
                 ra = _sum_of_summands(
-                    buffer, line + 3, start, first, row, in_pair,
+                    buffer, line + 3, start, row, first, rows - r, known,
                     SUMMANDS, ALIGN, BLOCK_ROWS, BLOCK_PAIRS,
                 )  # fmt: skip
                 rb = _sum_of_summands(
-                    buffer, line + 3, start, second, row, in_pair,
+                    buffer, line + 3, start, row, second, rows - r, known,
                     SUMMANDS, ALIGN, BLOCK_ROWS, BLOCK_PAIRS,
                 )  # fmt: skip
                 angle = tl.load(line + 2) + start * c_row + row * c_row + pair * C_IN
@@ -256,7 +260,7 @@ def unpack_rotary(
                 gb = rb * u - ra * v
             if ROTARY < SIZE:
                 ge = _sum_of_summands(
-                    buffer, line + 3, start, rest, row, in_rest,
+                    buffer, line + 3, start, row, rest, rows - r, rest < SIZE,
                     SUMMANDS, ALIGN, BLOCK_ROWS, BLOCK_REST,
                 )  # fmt: skip
             if NORM:

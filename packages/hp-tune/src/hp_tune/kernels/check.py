@@ -77,7 +77,7 @@ def ascend_variants(quick: bool) -> list[Variant]:
     """Return every kernel in every case, with tiles from small to too large."""
     launch = default_launch("ascend")
     tiles: Iterable[int] = {launch["tile"], TOO_LARGE} if quick else {launch["tile"], *TILES}
-    found = {}
+    found: dict[tuple[object, ...], Variant] = {}
     for kernel, case in catalog.cases(quick):
         for dtype in catalog.DTYPES[:1] if quick else catalog.DTYPES:
             for tile in sorted(tiles):
