@@ -185,34 +185,51 @@ class LayerCost:
         return self.gathers_latent and name in ("k", "v") and "latent" in behind
 
     def _grouped(self, phase: Phase, moves: Sequence[Move]) -> list[Piece]:
-        """Group by group: the exchange of one behind the attention of another."""
-        count = self.config.head_groups
+        """Group by group, in the order of `hp_cp.grouped`; backward mirrors it.
+
+        An exchange starts one attention ahead, in Hybrid two, for its gather follows it. Outputs
+        are unpacked when all are back.
+        """
+        count, hybrid = self.config.head_groups, self.plan.mode == "hybrid"
+        ahead = 2 if hybrid else 1
         before, after = self._around_attention(phase, moves)
+        enter = [move for move in before if not hybrid or move.kind == "all_to_all"]
+        gather = [move for move in before if move not in enter]
+        cores = [self._attention(phase, f" #{g}") for g in range(count)]
         ins, out = self._projections(phase), self._out(phase)
         first, last = (ins, [out]) if phase == "forward" else ([out], ins)
         found = chained(first)
         ready = (found[-1].id,)
-        cores = [self._attention(phase, f" #{g}") for g in range(count)]
 
-        def arrive(g: int) -> list[Piece]:
-            # of two groups q, k and v are in memory: the next starts with the attention before it
-            return chained(self._sent(before, f" #{g}"), ready if g < 2 else (cores[g - 2].id,))
+        def sends(group: Sequence[Move], g: int, needs: tuple[str, ...]) -> list[Piece]:
+            named = [(move, f"{move.name} #{g}") for move in group]
+            return [replace(self.price.move(move, key), after=needs) for move, key in named]
 
-        found += arrive(0)
-        here = (found[-1].id,)
-        returned: list[str] = []
-        for g in range(count):
-            core = replace(cores[g], after=here)
-            arrived = arrive(g + 1) if g + 1 < count else []
-            here = (arrived[-1].id if arrived else core.id,)
-            back = chained(self._sent(after, f" #{g}"), (core.id,))
-            returned += [piece.id for piece in back] or [core.id]
-            # the network takes the next group in before this one's output goes out; what unpacks
-            # it runs on the compute stream after this group's attention
-            sends = [piece for piece in arrived if piece.resource == "network"]
-            unpacks = [piece for piece in arrived if piece.resource != "network"]
-            found += [*sends, core, *unpacks, *back]
-        return [*found, *chained(last, tuple(returned))]
+        def unpacks(group: Sequence[Move], g: int) -> list[Piece]:
+            return [
+                replace(self._copies(move, f" #{g}"), after=(f"{move.name} #{g}",))
+                for move in group
+            ]
+
+        def opened(g: int) -> list[Piece]:
+            """Unpack a group's heads, and start the gather of its keys."""
+            here = unpacks(enter, g)
+            return [*here, *sends(gather, g, tuple(piece.id for piece in here) or ready)]
+
+        for g in range(min(1 + ahead, count)):
+            found += sends(enter, g, ready)
+        for g, core in enumerate(cores):
+            if g > 0 and g + ahead < count:
+                found += sends(enter, g + ahead, (cores[g - 1].id,))
+            found += opened(g) if g == 0 or not hybrid else []
+            needs = [*unpacks(enter, g), *unpacks(gather, g)]
+            found += unpacks(gather, g)
+            found += opened(g + 1) if hybrid and g + 1 < count else []
+            found.append(replace(core, after=tuple(piece.id for piece in needs) or ready))
+            found += sends(after, g, (core.id,))
+        back = [piece for g in range(count) for piece in unpacks(after, g)]
+        ends = tuple(piece.id for piece in (*back, cores[-1]))
+        return [*found, *back, *chained(last, ends)]
 
     def _projections(self, phase: Phase) -> list[Piece]:
         times = 1 if phase == "forward" else 2

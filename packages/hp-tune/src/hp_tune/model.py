@@ -152,7 +152,11 @@ class Model(BaseModel):
     @property
     def layer_groups(self) -> tuple[tuple[Attention, int], ...]:
         """Each distinct layer with how often it occurs, in order of first occurrence."""
-        return tuple(Counter(self.layers).items())
+        objects = {id(layer): layer for layer in self.layers}  # few: equal layers are often one
+        found: dict[Attention, int] = {}
+        for key, count in Counter(map(id, self.layers)).items():
+            found[objects[key]] = found.get(objects[key], 0) + count
+        return tuple(found.items())
 
     @property
     def parameters(self) -> int | None:

@@ -54,6 +54,8 @@ def find_flips(
     """
     best = ranking[0].config
     for name, value in _assumed(cluster):
+        if not _matters(name, cluster, workload, ranking):
+            continue
         limit = 1.0 if name.endswith(_FRACTIONS) else float("inf")
         lowest = 1.0 if name.endswith(_FACTORS) else 0.0
         for other in (max(value * 0.3, lowest), min(value * 3, limit)):
@@ -77,6 +79,18 @@ def _assumed(cluster: Cluster) -> list[tuple[str, float]]:
         for key, value in described
         if isinstance(value, Number) and value.source == "assumed" and key not in _NOT_TIME
     ]
+
+
+def _matters(name: str, cluster: Cluster, workload: Workload, ranking: Sequence[Ranked]) -> bool:
+    """Return whether a prediction can depend on a number: not on tiers that no group reaches."""
+    if name == "device.overlap_slowdown":
+        return any(ranked.config.overlap for ranked in ranking)
+    ranks, tiers = workload.cp_size * workload.tp_size, list(cluster.tiers)
+    for index, tier in enumerate(tiers):
+        if name.startswith(f"tiers.{tier.name}."):
+            inner = tiers[index - 1].size if index else None
+            return inner is None or ranks > inner
+    return True
 
 
 _NOT_TIME = ("memory_GiB", "comm_buffer_MiB")

@@ -219,3 +219,42 @@ def test_flips_name_the_assumed_numbers_that_decide() -> None:
         assert flip.number.split(".")[0] in ("device", "tiers")
         assert flip.other != flip.value
         assert flip.other <= 1 or "efficiency" not in flip.number
+
+
+def test_variants_add_groups_of_heads_and_gathers_in_backward() -> None:
+    """Each spelled once: Ulysses gathers nothing, balance has no groups."""
+    points, duplicates = enumerate_space(8, overlap=True, variants=True)
+    groups = [p for p in points if p.head_groups > 1]
+
+    assert len(set(points)) == len(points)
+    assert {p.head_groups for p in groups} == {2, 4}
+    assert all(p.overlap and not p.load_balance for p in groups)
+    assert not any(p.ulysses_degree == 8 and not p.keep_kv for p in points)
+    assert {d.reason for d in duplicates} == {
+        "load_balance runs synchronously", "Ulysses gathers no K and V"
+    }  # fmt: skip
+
+
+def test_variants_are_searched_recorded_and_handed_to_the_style(tmp_path: Path) -> None:
+    """Groups need no handoffs; heads that they would part are refused by number."""
+    workload = Workload(seq_len=131072, cp_size=8)
+    journal = tmp_path / "s.journal"
+    result = search(
+        model(32, 32), read_cluster("atlas-800t-a2"), workload, overlap=True, variants=True,
+        study=journal,
+    )  # fmt: skip
+    best = result.ranking[0].config
+
+    assert best.head_groups > 1 or not best.overlap
+    assert result.study is not None
+    assert result.study.added == len(result.ranking) + len(result.rejected)
+    assert result.plan is not None
+    assert result.plan.entries[0].style_kwargs()["head_groups"] == best.head_groups
+    parted = first(model(28, 4), Config(ulysses_degree=4, overlap=True, head_groups=4))
+    assert parted.rule == "V03"
+    assert "head_groups" in parted.message
+    documents = ((4096, 1.0),)
+    packed = first(model(32, 32), Config(ulysses_degree=1, load_balance=True), documents=documents)
+    assert packed.rule == "V06"
+    refetch = first(model(32, 32), Config(ulysses_degree=8, keep_kv=False))
+    assert refetch.rule == "V15"
