@@ -91,6 +91,8 @@ def model_from_config(config: Mapping[str, Any], name: str) -> Model:
     specs = layer_list(fields, text, family, layers, base)
     extra = fields.optional(PREDICTION) or 0
     specs += [prediction_layer(text, specs, base)] * extra
+    unique: dict[Attention, Attention] = {}
+    specs = [unique.setdefault(layer, layer) for layer in specs]  # equal layers are one object
     if text.get("is_encoder_decoder"):
         fields.notes.append("encoder-decoder: only the decoder's self-attention is described")
     if text.get("sparse_attention_config"):

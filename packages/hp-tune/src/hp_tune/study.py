@@ -153,13 +153,14 @@ def _trial(point: Point, cp_size: int) -> FrozenTrial:
     return create_trial(
         state=TrialState.PRUNED if point.rejection else TrialState.COMPLETE,
         value=None if point.prediction is None else point.prediction.seconds * 1e3,
-        params={key: value for key, value in config if key != "gather"},
+        params=config.model_dump(),
         distributions={
             "ulysses_degree": CategoricalDistribution(tuple(divisors(cp_size))),
             "load_balance": flags,
             "overlap": flags,
             "head_groups": CategoricalDistribution((1, *HEAD_GROUPS)),
             "keep_kv": flags,
+            "gather": CategoricalDistribution(("kv", "latent")),
         },
         user_attrs=attributes,
     )

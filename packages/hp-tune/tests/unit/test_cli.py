@@ -78,6 +78,9 @@ def test_json_is_one_object_on_stdout(capsys: pytest.CaptureFixture[str]) -> Non
         "ulysses_degree": 1,
         "load_balance": True,
         "overlap": False,
+        "head_groups": 1,
+        "keep_kv": True,
+        "gather": "kv",
     }
     assert {r["rule"] for r in found["rejected"]} == {"V03", "V05", "V09"}
     assert all(r["hint"] and r["numbers"] for r in found["rejected"])
@@ -134,7 +137,7 @@ def test_nothing_valid_is_exit_three_with_the_whole_table(
     ("arguments", "code", "text"),
     [
         ([*SEARCH, "--model", "Qwen2.5-7"], 2, "did you mean Qwen2.5-7B"),
-        ([*SEARCH, "--cluster", "atlas"], 2, "presets: atlas-800t-a2"),
+        ([*SEARCH, "--cluster", "atlas-800"], 2, "did you mean atlas-800t-a2"),
         ([*SEARCH, "--cp", "0"], 2, "'0' must be a whole number of at least 1"),
         ([*SEARCH, "--cp", "-4"], 2, "'-4' must be a whole number"),
         ([*SEARCH, "--seq", "12.5"], 2, "'12.5' must be a whole number"),
