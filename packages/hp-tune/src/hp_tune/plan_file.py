@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Entry", "PlanFile", "PricedConfig", "RejectedConfig", "When", "load", "seal", "write"]
 
-SCHEMA: Literal["hp-tune/plan/1"] = "hp-tune/plan/1"
+SCHEMA: Literal["hp-tune/plan/2"] = "hp-tune/plan/2"
 
 
 class _Strict(BaseModel):
@@ -134,7 +134,7 @@ class PlanFile(_Strict):
         digest: sha256 of everything else; equal digests on all ranks mean equal plans.
     """
 
-    schema_: Literal["hp-tune/plan/1"] = Field(default=SCHEMA, alias="schema")
+    schema_: Literal["hp-tune/plan/2"] = Field(default=SCHEMA, alias="schema")
     cost_model: int
     model: dict[str, Any]
     cluster: dict[str, Any]
