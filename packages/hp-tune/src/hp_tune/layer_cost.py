@@ -7,7 +7,6 @@ could be gathered instead is priced too, for no style does it yet: ``Config.gath
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 from hp_cp.description import Collective, Description
@@ -143,11 +142,11 @@ class LayerCost:
             copies: list[Piece] = []
             for name in order:  # one resource runs them in this order
                 needs = ("all_gather latent",) if self._waits_for_latent(name, behind) else ()
-                found.append(replace(gemms[name], after=needs))
+                found.append(gemms[name].waiting(needs))
                 if name in behind:
                     move = behind[name]
-                    found.append(replace(self.price.move(move), after=(gemms[name].id,)))
-                    copies.append(replace(self._copies(move), after=(move.name,)))
+                    found.append(self.price.move(move).waiting((gemms[name].id,)))
+                    copies.append(self._copies(move).waiting((move.name,)))
             all_here = tuple(piece.id for piece in (*found, *copies))
             return [*found, *copies, *chained([*core, self._out(phase)], all_here)]
         found = chained([self._out(phase), *core])
@@ -156,12 +155,12 @@ class LayerCost:
             waits: tuple[str, ...] = ready
             if name in behind:
                 starts = ("k projection", "v projection") if name == "latent" else ready
-                found.append(replace(self.price.move(behind[name]), after=starts))
-                found.append(replace(self._copies(behind[name]), after=(found[-1].id,)))
+                found.append(self.price.move(behind[name]).waiting(starts))
+                found.append(self._copies(behind[name]).waiting((found[-1].id,)))
                 waits = (found[-1].id,)
             elif name == "latent":
                 waits = ("k projection", "v projection")
-            found.append(replace(gemms[name], after=waits))
+            found.append(gemms[name].waiting(waits))
         return found
 
     def _behind(self, phase: Phase, moves: Sequence[Move]) -> dict[str, Move]:
@@ -203,13 +202,10 @@ class LayerCost:
 
         def sends(group: Sequence[Move], g: int, needs: tuple[str, ...]) -> list[Piece]:
             named = [(move, f"{move.name} #{g}") for move in group]
-            return [replace(self.price.move(move, key), after=needs) for move, key in named]
+            return [self.price.move(move, key).waiting(needs) for move, key in named]
 
         def unpacks(group: Sequence[Move], g: int) -> list[Piece]:
-            return [
-                replace(self._copies(move, f" #{g}"), after=(f"{move.name} #{g}",))
-                for move in group
-            ]
+            return [self._copies(move, f" #{g}").waiting((f"{move.name} #{g}",)) for move in group]
 
         def opened(g: int) -> list[Piece]:
             """Unpack a group's heads, and start the gather of its keys."""
@@ -225,7 +221,7 @@ class LayerCost:
             needs = [*unpacks(enter, g), *unpacks(gather, g)]
             found += unpacks(gather, g)
             found += opened(g + 1) if hybrid and g + 1 < count else []
-            found.append(replace(core, after=tuple(piece.id for piece in needs) or ready))
+            found.append(core.waiting(tuple(piece.id for piece in needs) or ready))
             found += sends(after, g, (core.id,))
         back = [piece for g in range(count) for piece in unpacks(after, g)]
         ends = tuple(piece.id for piece in (*back, cores[-1]))

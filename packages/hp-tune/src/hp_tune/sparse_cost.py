@@ -7,7 +7,6 @@ form: each head's query meets the latent itself, so that K and V are one and hav
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from hp_dsa.plan import DSAPlan, make_plan
 from hp_mesh.window import Range, contiguous_rows
@@ -105,14 +104,14 @@ class SparseCost:
             return chained([*index, *core, *tail])
         found = chained([*index[:1], *core])  # the index key's sum travels behind attention
         if loss and index:
-            found.insert(1, replace(index[1], after=(index[0].id,)))
+            found.insert(1, index[1].waiting((index[0].id,)))
         ready = (found[-1].id,)
-        found += [replace(piece, after=ready) for piece in map(self.price.move, back)]
+        found += [piece.waiting(ready) for piece in map(self.price.move, back)]
         sent = tuple(move.name for move in back)
         waits = {"index_key": tuple(m.name for m in loss), "latent": sent}
         for name in ("index_query", "q", "index_key", "latent"):
             if name in gemms:
-                found.append(replace(gemms[name], after=waits.get(name, ready) or ready))
+                found.append(gemms[name].waiting(waits.get(name, ready) or ready))
         return found
 
     def _forward(self, moves: dict[str, Move]) -> list[Piece]:
@@ -141,7 +140,7 @@ class SparseCost:
         for piece in early:
             found.append(piece)
             found += [
-                replace(sent, after=(piece.id,))
+                sent.waiting((piece.id,))
                 for name, sent in gathers
                 if gemms[name].name == piece.name
             ]
@@ -218,8 +217,7 @@ class SparseCost:
             "indexer loss", self.core_pairs, self.heads, 1, rows=self.rows
         ).share_of_peak
         assert full and piece.share_of_peak, "attention has a share of the peak"
-        return replace(
-            piece,
+        return piece._replace(
             seconds=(piece.seconds - self.price.launch) * piece.share_of_peak / full
             + self.price.launch,
             share_of_peak=full,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 from hp_tune.cluster import Cluster, Number, Source
 from hp_tune.schedule import Slot, Task, schedule
@@ -45,8 +46,7 @@ class Term:
     source: Source = "assumed"
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Work of one layer before it is known when it runs; ``after`` names pieces that it needs."""
 
     name: str
@@ -54,7 +54,7 @@ class Piece:
     seconds: float
     formula: str
     sources: tuple[str, ...]
-    inputs: Mapping[str, float] = field(default_factory=dict)
+    inputs: Mapping[str, float] = MappingProxyType({})
     bytes: float = 0.0
     share_of_peak: float | None = None
     after: tuple[str, ...] = ()
@@ -65,12 +65,16 @@ class Piece:
         """Key within a phase; pieces of several head groups share a name."""
         return self.key or self.name
 
+    def waiting(self, after: tuple[str, ...]) -> Piece:
+        """Return the same work, to be done after other pieces."""
+        return self._replace(after=after)
+
 
 def chained(pieces: Iterable[Piece], after: tuple[str, ...] = ()) -> list[Piece]:
     """Return the pieces one after another, the first of them after ``after``."""
     found: list[Piece] = []
     for piece in pieces:
-        found.append(replace(piece, after=after))
+        found.append(piece.waiting(after))
         after = (piece.id,)
     return found
 
