@@ -104,8 +104,13 @@ class PreparedExchange(Exchange):
         return tuple(sorted(found))
 
     def kept(self, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Keep the inputs of norms, and the weights."""
-        return [*(xs[t] for t in self._normed()), *xs[len(self.works) :]]
+        """Keep the inputs of norms and the weights, then the angles, for autograd to watch."""
+        angles = [x for work in self.works if work is not None for x in (work.cos, work.sin)]
+        return [
+            *(xs[t] for t in self._normed()),
+            *xs[len(self.works) :],
+            *(x for x in angles if x is not None),
+        ]
 
     def gradients(
         self, arrived: Sequence[Tensor], kept: Sequence[Tensor], needed: Sequence[int]
@@ -114,9 +119,17 @@ class PreparedExchange(Exchange):
         (buffer,) = arrived
         normed = self._normed()
         inputs = dict(zip(normed, kept, strict=False))
-        weights = dict(zip(normed, kept[len(normed) :], strict=True))
+        weights = dict(zip(normed, kept[len(normed) :], strict=False))
+        angles = iter(kept[2 * len(normed) :])
+        restored: list[HeadWork | None] = []
+        for t, work in enumerate(self.works):
+            if work is not None and work.cos is not None:
+                work = replace(work, cos=next(angles), sin=next(angles))
+            if work is not None and t in weights:
+                work = replace(work, weight=weights[t])
+            restored.append(work)
         results = self.results(needed)
-        works = [self._with_weight(t, weights.get(t)) for t in results]
+        works = [restored[t] for t in results]
         cuts = [self.sends[t] for t in results]
         index: list[int] = []
         if any(cut.index is not None for cut in cuts):
@@ -141,10 +154,6 @@ class PreparedExchange(Exchange):
             if grad is not None
         }
         return [found[place] for place in needed]
-
-    def _with_weight(self, t: int, weight: Tensor | None) -> HeadWork | None:
-        work = self.works[t]
-        return work if work is None or weight is None else replace(work, weight=weight)
 
 
 @dataclass(frozen=True, eq=False)

@@ -199,3 +199,18 @@ def test_tensors_of_two_dtypes_cannot_be_prepared_together() -> None:
             )  # fmt: skip
 
     ranks(2).run(on)
+
+
+def test_angles_written_in_place_before_backward_are_an_error() -> None:
+    """A table that is refilled for the next micro-batch would turn gradients by other angles."""
+    x, angle = randn(1, 4, 4, 6), randn(1, 4, 1, 3, seed=1)
+
+    def on(rank: int) -> None:
+        leaf, cos, sin = x.clone().requires_grad_(), angle.cos(), angle.sin()
+        work = HeadWork(None, 1e-6, cos, sin)
+        y = seq_to_head(leaf, dist.group.WORLD, seq_dim=1, head_dim=2, work=work)
+        sin.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+    ranks(2).run(on)

@@ -28,7 +28,7 @@ GOOD: dict[str, Any] = {
     "device": "ascend910b3",
     "found_by": "a test",
     "entries": [
-        {"when": {"D": [64, 128], "H": [8, None]}, "launch": {"tile": 64, "num_warps": 4}},
+        {"when": {"inner": [64, 128], "rows": [8, None]}, "launch": {"tile": 64, "programs": 4}},
         {"when": {}, "launch": {"tile": 32}},
     ],
 }
@@ -39,7 +39,7 @@ def test_a_config_survives_the_way_through_a_file(tmp_path: Path) -> None:
     tuned = KernelConfig(
         "pack",
         "cuda-sm90",
-        (Entry({"D": (64, None)}, {"tile": 64}), Entry({}, {"tile": 16})),
+        (Entry({"inner": (64, None)}, {"tile": 64}), Entry({}, {"tile": 16})),
         "hp-tune",
     )
     path = path_of("pack", "cuda-sm90", tmp_path / "configs")
@@ -53,11 +53,11 @@ def test_a_config_survives_the_way_through_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "tile"),
     [
-        ({"D": 64, "H": 8}, 64),
-        ({"D": 128, "H": 99}, 64),
-        ({"D": 129, "H": 8}, 32),
-        ({"D": 64, "H": 7}, 32),
-        ({"D": 64}, 32),
+        ({"inner": 64, "rows": 8}, 64),
+        ({"inner": 128, "rows": 99}, 64),
+        ({"inner": 129, "rows": 8}, 32),
+        ({"inner": 64, "rows": 7}, 32),
+        ({"inner": 64}, 32),
         ({}, 32),
     ],
 )
@@ -75,14 +75,14 @@ def test_the_first_entry_whose_bounds_hold_is_chosen(sizes: dict[str, int], tile
         ({"blocks": 3}, r"fields \(blocks\) must be among"),
         ({"entries": []}, "entries must be a list with an entry"),
         (
-            {"entries": [{"when": {"D": [1, 2]}, "launch": {"tile": 1}}]},
+            {"entries": [{"when": {"inner": [1, 2]}, "launch": {"tile": 1}}]},
             "last entry must serve every",
         ),
         (
-            {"entries": [{"when": {"D": [3, 2]}, "launch": {"tile": 1}}]},
+            {"entries": [{"when": {"inner": [3, 2]}, "launch": {"tile": 1}}]},
             r"\[3, 2\]\) must not be empty",
         ),
-        ({"entries": [{"when": {"D": 3}, "launch": {"tile": 1}}]}, r"must be \[low, high\]"),
+        ({"entries": [{"when": {"inner": 3}, "launch": {"tile": 1}}]}, r"must be \[low, high\]"),
         ({"entries": [{"when": {}, "launch": {}}]}, "must not be empty"),
         (
             {"entries": [{"when": {}, "launch": {"tile": 0}}]},
@@ -93,8 +93,24 @@ def test_the_first_entry_whose_bounds_hold_is_chosen(sizes: dict[str, int], tile
             {"entries": [{"when": {}, "launch": {"tile": 48}}]},
             r"tile \(48\) must be a power of two",
         ),
-        ({"entries": [{"when": {}, "launch": {"num_warps": 4}}]}, r"tile \(None\) must be a power"),
+        ({"entries": [{"when": {}, "launch": {"programs": 4}}]}, r"tile \(None\) must be a power"),
         ({"entries": [{"when": {}, "launch": {"BLOCK": 4}}]}, "launch BLOCK must be one of"),
+        (
+            {"entries": [{"when": {"rowz": [1, None]}, "launch": {"tile": 4}}]},
+            "when rowz must be one",
+        ),
+        (
+            {"entries": [{"when": {}, "launch": {"tile": 4, "num_warps": 4}}]},
+            "for a device of cuda",
+        ),
+        (
+            {
+                "device": "cuda-sm90",
+                "entries": [{"when": {}, "launch": {"tile": 4, "num_warps": 3}}],
+            },
+            r"num_warps \(3\) must be a power",
+        ),
+        ({"entries": [{"when": {}, "launch": {"tile": 2**21}}]}, "at most 1048576"),
         ({"kernel": "pakc"}, r"kernel \('pakc'\) must be one of"),
         ({"kernel_hash": 3}, r"kernel_hash \(3\) must be text"),
         ({"entries": [{"launch": {"tile": 1}}]}, "must be an object with when and launch"),
@@ -146,12 +162,12 @@ def test_a_file_tuned_for_these_kernels_is_used_and_a_stale_one_is_not(
     good = {**GOOD, "kernel_hash": kernel_hash()}
     path = folder / "pack.ascend910b3.json"
     path.write_text(json.dumps(good))
-    assert launch_of("pack", "ascend910b3", {"D": 64, "H": 8})["tile"] == 64
+    assert launch_of("pack", "ascend910b3", {"inner": 64, "rows": 8})["tile"] == 64
 
     config._tuned.cache_clear()
     path.write_text(json.dumps({**good, "kernel_hash": "old"}))
     for _ in range(2):
-        assert launch_of("pack", "ascend910b3", {"D": 64, "H": 8}) == DEFAULTS["ascend"]
+        assert launch_of("pack", "ascend910b3", {"inner": 64, "rows": 8}) == DEFAULTS["ascend"]
     (line,) = [r.message for r in caplog.records]
     assert "tuned for another version of the kernels (old" in line and "hp-tune kernels" in line
 

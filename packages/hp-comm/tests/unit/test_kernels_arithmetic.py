@@ -118,11 +118,16 @@ def test_the_operators_hold_what_torch_asks_of_them() -> None:
     ("change", "words"),
     [
         ({"weight": torch.ones(7)}, r"weight \(7,\) must be of the size of a head \(8,\)"),
-        ({"sin": None}, "cos and sin must come together"),
-        ({"sin": torch.ones(1, 5, 1, 3)}, r"cos \(1, 5, 1, 4\) must be of the shape of sin"),
+        (
+            {"weight": torch.ones(8, device="meta")},
+            r"weight \(on meta\) must be on the device of x",
+        ),
         ({"cos": torch.ones(5, 4), "sin": torch.ones(5, 4)}, r"for example cos.unsqueeze\(2\)"),
         ({"cos": torch.ones(1, 6, 1, 4), "sin": torch.ones(1, 6, 1, 4)}, "must have the dims of x"),
-        ({"cos": torch.ones(1, 5, 1, 5), "sin": torch.ones(1, 5, 1, 5)}, r"5 pairs\) must rotate"),
+        (
+            {"cos": torch.ones(1, 5, 1, 8), "sin": torch.ones(1, 5, 1, 8)},
+            r"8 pairs\) must rotate at most a head .* half of a table that repeats them",
+        ),
         ({"cos": torch.ones(1, 5, 1, 4).requires_grad_()}, "must need no gradient; detach"),
     ],
 )
@@ -131,3 +136,33 @@ def test_work_that_does_not_fit_is_refused(change: dict[str, Tensor | None], wor
     fields = {"weight": None, "cos": torch.ones(1, 5, 1, 4), "sin": torch.ones(1, 5, 1, 4)}
     with pytest.raises(ValueError, match=f"^here: .*{words}"):
         check_work("here", torch.ones(2, 5, 3, 8), HeadWork(**{**fields, **change}), 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"cos": torch.ones(1, 5, 1, 4)}, "cos and sin must come together"),
+        ({"cos": torch.ones(4), "sin": torch.ones(3)}, r"cos \(4,\) must be of the shape of sin"),
+        ({"weight": torch.ones(3, 8)}, r"weight \(3, 8\) must be \[D\]"),
+        ({"weight": "a"}, r"weight \(str\) must be a tensor or None"),
+        ({"eps": -1.0}, r"eps \(-1.0\) must be a number of at least 0"),
+        ({"eps": None}, r"eps \(None\) must be a number"),
+        (
+            {"cos": torch.ones(4, dtype=torch.complex64), "sin": torch.ones(4)},
+            "real floating dtype; of complex angles",
+        ),
+    ],
+)
+def test_work_that_cannot_be_meant_is_refused_where_it_is_made(
+    fields: dict[str, object], words: str
+) -> None:
+    """On one device as under a style: a model is not wrong until it is sharded."""
+    with pytest.raises((ValueError, TypeError), match=f"^HeadWork: .*{words}"):
+        HeadWork(**fields)  # type: ignore[arg-type]
+
+
+def test_merge_of_transposed_tensors_is_what_its_fake_says() -> None:
+    """A view from another layout under torch.compile: strides as promised."""
+    parts = (randn(2, 4, 3, 5), randn(2, 4, 3, seed=1), randn(2, 4, 3, 5, seed=2), randn(2, 4, 3))
+    given = tuple(x.transpose(1, 2).requires_grad_() for x in parts)
+    torch.library.opcheck(torch.ops.hp_comm.merge.default, given)

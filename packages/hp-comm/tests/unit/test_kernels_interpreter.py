@@ -223,3 +223,24 @@ def test_merged_partials_are_the_definition(dtype: torch.dtype) -> None:
 
     for one, other in zip(ours, theirs, strict=True):
         assert_close(one, other, kind="grad")
+
+
+@pytest.mark.parametrize("dtype", _dtypes())
+def test_cos_and_sin_may_lie_differently(dtype: torch.dtype) -> None:
+    """A slice of a table beside a dense one, and one that is expanded over the batch."""
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(2, 6, 2, 8, generator=generator).to(dtype)
+    table = torch.randn(2, 6, 1, 8, generator=generator).to(dtype)
+    cut = ([2], [1, 1], [], [], 1)
+    for cos, sin in (
+        (table[..., :4], table[..., 4:].contiguous()),
+        (table[:1, ..., :4].expand(2, -1, -1, -1), table[..., 4:].contiguous()),
+    ):
+        work = HeadWork(None, 1e-6, cos, sin)
+        ours = launch_heads.pack_heads([x], [work], *cut)
+        assert_close(ours, arithmetic.pack_heads([x], [work], *cut))
+        grads = [
+            module.unpack_heads(ours, [None], [work], [list(x.shape)], *cut)[0][0]
+            for module in (launch_heads, arithmetic)
+        ]
+        assert_close(*grads, kind="grad")

@@ -246,3 +246,30 @@ def test_an_unknown_implementation_is_refused_by_name(monkeypatch: pytest.Monkey
         ValueError, match="HP_KERNELS \\('tritn'\\) must be one of reference, triton"
     ):
         implementation(torch.empty(0))
+
+
+@pytest.mark.parametrize(
+    ("cut", "words"),
+    [
+        (([1], [2, 3], []), r"positions up to 4 of tensor 0 must be below its size in dim 1 \(4\)"),
+        (([1], [2, 2], [0, 1, 2, 9]), "positions up to 9"),
+        (([1], [2, 2], [0, -1, 2, 3]), "and not negative"),
+        (([1], [2, 2], [0, 1]), r"index \(2 positions\) must have as many as counts add up to \(4"),
+        (([1], [-1, 5], []), r"counts \(-1\) must be numbers of at least 0"),
+        (([5], [2, 2], []), r"dims\[0\] \(5\) must be a dim of the tensor \(3, 4\)"),
+        (([-1], [2, 2], []), "must be a dim of the tensor"),
+        (([1, 1], [2, 2], []), r"dims \(2\) must be one per tensor \(1\)"),
+    ],
+)
+def test_a_cut_that_does_not_fit_is_refused(cut: tuple[list[int], ...], words: str) -> None:
+    """It would read what lies beside the tensor."""
+    with pytest.raises(ValueError, match=words):
+        pack([torch.zeros(3, 4)], *cut)
+
+
+def test_tensors_that_share_a_buffer_are_of_one_dtype_and_a_buffer_is_of_one_size() -> None:
+    """Nothing is cast on its way, nor read behind the end."""
+    with pytest.raises(ValueError, match="must be of one dtype"):
+        pack([torch.zeros(4), torch.zeros(4).double()], [0, 0], [2, 2, 2, 2], [])
+    with pytest.raises(ValueError, match=r"buffer \(3 elements\) must have those of the cut \(4\)"):
+        unpack(torch.zeros(3), [[4]], [0], [2, 2], [])

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -80,6 +81,9 @@ def done(x: Tensor, work: HeadWork | None) -> Tensor:
     """Return ``x`` with ``work`` done; of a DTensor, to the heads and rows that this rank has."""
     if work is None:
         return x
+    if not isinstance(work, HeadWork):
+        raise TypeError(f"work ({type(work).__name__}) must be a HeadWork or None")
+    check_work("PreparedAttention", x.to_local() if isinstance(x, DTensor) else x, work, None)
     if isinstance(x, DTensor):
         local = prepare(x.to_local(), work)
         return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False)
@@ -98,7 +102,8 @@ def read_works(where: str, kwargs: Mapping[str, Any], xs: Sequence[Tensor], head
             raise fail(
                 where,
                 f"{name} must hold plain tensors, not DTensors",
-                "pass to_local() of its weight",
+                "pass weight.to_local(grad_placements=[Partial()]): a rank of tensor parallelism "
+                "finds the share of its own heads",
             )
         check_work(f"{where}: {name}", x, work, head_dim)
         found.append(work)
@@ -118,5 +123,8 @@ def describe(work: HeadWork | None) -> str:
     if work is None:
         return "none"
     kind = "interleaved" if work.interleaved else "halves"
-    norm = "no norm" if work.weight is None else f"norm, eps {work.eps}"
+    norm = "no norm"
+    if work.weight is not None:
+        trained = work.weight.requires_grad and torch.is_grad_enabled()
+        norm = f"norm, eps {work.eps}, weight {'trained' if trained else 'frozen'}"
     return f"{norm}, {work.rotary} numbers rotated ({kind})"

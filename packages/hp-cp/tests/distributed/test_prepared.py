@@ -182,7 +182,6 @@ def test_other_work_than_was_handed_off_is_never_taken_for_it() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda w: HeadWork(w.weight, 1e-5, w.cos[:, :1], w.sin[:, :2]), "shape of sin"),
         (
             lambda w: HeadWork(w.weight[:3], 1e-5, w.cos, w.sin),
             r"weight \(3,\) must be of the size",
@@ -192,7 +191,7 @@ def test_other_work_than_was_handed_off_is_never_taken_for_it() -> None:
             "must have the dims of x",
         ),
     ],
-    ids=["sin", "weight", "rows-of-the-whole-sequence"],
+    ids=["weight", "rows-of-the-whole-sequence"],
 )
 def test_work_that_does_not_fit_is_one_error_on_every_rank(change: Any, words: str) -> None:
     """Global instead of local tables, for example: q_work is named, and nothing is sent."""
@@ -235,3 +234,27 @@ def test_a_module_of_ones_own_may_have_such_a_keyword() -> None:
         assert torch.equal(core(x, x, x, q_work="mine"), x)
 
     ranks(2).run(on)
+
+
+def test_one_device_refuses_what_a_style_would_refuse() -> None:
+    """A model that is wrong is not right until it is sharded."""
+    core = PreparedAttention(Sdpa())
+    x = randn(1, 4, 2, 6)
+    with pytest.raises(ValueError, match=r"PreparedAttention: weight \(5,\) must be of the size"):
+        core(x, x, x, q_work=HeadWork(torch.ones(5).double()))
+    with pytest.raises(TypeError, match="must be a HeadWork or None"):
+        core(x, x, x, q_work=torch.ones(6))
+
+
+def test_ranks_of_which_one_trains_the_norm_are_told() -> None:
+    """With q, k and v frozen, the rank with a trained weight would send gradients alone."""
+    case = MODES["ulysses"]
+
+    def on(rank: int) -> None:
+        model = _place(case, rank, ContextParallel(), ahead=False)(Attention(case))
+        model.requires_grad_(False)
+        model.scales[0].requires_grad_(rank == 0)
+        with pytest.raises(ValueError, match="work on q, k, v"):
+            model(randn(case.B, case.S // case.P, DIM))
+
+    ranks(case.P).run(on)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hp_comm.kernels.reference import pack, unpack
+from hp_mesh.checks import require
 
 __all__ = [
     "HeadWork",
@@ -27,7 +28,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class HeadWork:
     """What is done to the heads of one tensor while they are packed; None leaves it out.
 
@@ -48,6 +49,39 @@ class HeadWork:
     cos: Tensor | None = None
     sin: Tensor | None = None
     interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        where = "HeadWork"
+        for name in ("weight", "cos", "sin"):
+            x = getattr(self, name)
+            if x is not None and not isinstance(x, Tensor):
+                raise TypeError(f"{where}: {name} ({type(x).__name__}) must be a tensor or None")
+            require(
+                x is None or x.is_floating_point(),
+                where,
+                f"{name} ({None if x is None else x.dtype}) must be of a real floating dtype",
+                "of complex angles, pass their real and imaginary parts as cos and sin"
+                if name != "weight"
+                else "",
+            )
+        require(
+            isinstance(self.eps, (int, float)) and self.eps >= 0,
+            where,
+            f"eps ({self.eps!r}) must be a number of at least 0",
+        )
+        require(
+            self.weight is None or self.weight.ndim == 1,
+            where,
+            f"weight {None if self.weight is None else tuple(self.weight.shape)} must be [D], one "
+            "number for each of a head's",
+        )
+        require((self.cos is None) == (self.sin is None), where, "cos and sin must come together")
+        if self.cos is not None and self.sin is not None:
+            require(
+                self.cos.shape == self.sin.shape,
+                where,
+                f"cos {tuple(self.cos.shape)} must be of the shape of sin {tuple(self.sin.shape)}",
+            )
 
     @property
     def rotary(self) -> int:

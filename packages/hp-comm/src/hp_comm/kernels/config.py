@@ -58,7 +58,11 @@ FORMAT = 1
 FOLDER = Path(__file__).parent / "configs"
 VARIABLE = "HP_KERNEL_CONFIGS"
 KERNELS = ("merge", "merge_backward", "pack", "pack_rotary", "unpack", "unpack_rotary")
+SIZES = ("element_size", "inner", "rows")
 LAUNCH = ("multibuffer", "num_stages", "num_warps", "programs", "tile")
+FAMILIES = {"cuda": ("num_stages", "num_warps"), "ascend": ("multibuffer",)}
+"""Launch parameters that only devices of one family take."""
+LARGEST_TILE = 2**20  # of triton
 
 DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "cuda": {"tile": 4096, "num_warps": 4},
@@ -233,12 +237,13 @@ def validate(content: Any, where: str) -> KernelConfig:
         require(isinstance(value, str), where, f"{name} ({value!r}) must be text")
     rows = content.get("entries")
     require(isinstance(rows, list) and bool(rows), where, "entries must be a list with an entry")
-    entries = tuple(_entry(row, f"{where}: entries[{i}]") for i, row in enumerate(rows))
+    device = content["device"]
+    entries = tuple(_entry(row, device, f"{where}: entries[{i}]") for i, row in enumerate(rows))
     require(not entries[-1].when, where, "the last entry must serve every shape (an empty when)")
     return KernelConfig(content["kernel"], content["device"], entries, **notes)
 
 
-def _entry(row: Any, where: str) -> Entry:
+def _entry(row: Any, device: str, where: str) -> Entry:
     ok = isinstance(row, dict) and set(row) == {"when", "launch"}
     require(ok, where, f"an entry ({row!r}) must be an object with when and launch")
     require(isinstance(row["when"], dict), where, f"when ({row['when']!r}) must be an object")
@@ -246,8 +251,16 @@ def _entry(row: Any, where: str) -> Entry:
     require(
         isinstance(launch, dict) and bool(launch), where, f"launch ({launch!r}) must not be empty"
     )
+    for name in row["when"]:
+        require(name in SIZES, where, f"when {name} must be one of {', '.join(SIZES)}")
     for name, value in launch.items():
         require(name in LAUNCH, where, f"launch {name} must be one of {', '.join(LAUNCH)}")
+        for family, own in FAMILIES.items():
+            require(
+                name not in own or device.startswith((family, "cpu")),
+                where,
+                f"launch {name} must be for a device of {family}, not for {device}",
+            )
         if name == "multibuffer":
             require(
                 _is_int(value) and value in (0, 1),
@@ -260,10 +273,12 @@ def _entry(row: Any, where: str) -> Entry:
         )
     tile = launch.get("tile")
     require(
-        tile is not None and tile & (tile - 1) == 0,
+        tile is not None and tile & (tile - 1) == 0 and tile <= LARGEST_TILE,
         where,
-        f"launch tile ({tile!r}) must be a power of two",
+        f"launch tile ({tile!r}) must be a power of two, at most {LARGEST_TILE}",
     )
+    warps = launch.get("num_warps", 1)
+    require(warps & (warps - 1) == 0, where, f"launch num_warps ({warps}) must be a power of two")
     return Entry({name: _bounds(b, f"{where}: {name}") for name, b in row["when"].items()}, launch)
 
 

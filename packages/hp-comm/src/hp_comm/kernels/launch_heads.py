@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
@@ -79,22 +80,28 @@ def _strides(xs: Sequence[Tensor], t: int, other: Shape) -> tuple[Shape, ...]:
 
 def _tensors(work: HeadWork, blank: Tensor) -> dict[str, Tensor]:
     """Return weight, cos and sin, something in the place of what there is not."""
-    sin = work.sin
-    if work.cos is not None and sin is not None and sin.stride() != work.cos.stride():
-        sin = torch.empty_strided(sin.shape, work.cos.stride()).to(sin).copy_(sin)
     return {
         "weight": blank if work.weight is None else work.weight.contiguous(),
         "cos": blank if work.cos is None else work.cos,
-        "sin": blank if sin is None else sin,
+        "sin": blank if work.sin is None else work.sin,
     }
+
+
+def _alike(work: HeadWork | None) -> HeadWork | None:
+    """Return ``work`` with cos and sin that lie alike: one table of offsets serves both."""
+    if work is None or work.cos is None or work.sin is None:
+        return work
+    if work.cos.stride() == work.sin.stride():
+        return work
+    return replace(work, cos=work.cos.contiguous(), sin=work.sin.contiguous())
 
 
 def _read(x: Tensor, work: HeadWork) -> Tensor:
     """Return ``x`` as the kernels can read it."""
     x = resolved(x)
-    # pairs in heads that do not lie in one piece: read number by number, and triton-ascend 3.2
-    # does not compile some of them
-    return x.contiguous() if work.rotary and x.stride(-1) != 1 else x
+    # heads that do not lie in one piece are read number by number; triton-ascend 3.2 does not even
+    # compile pairs in them
+    return x.contiguous() if x.stride(-1) != 1 else x
 
 
 def _launches(
@@ -127,6 +134,7 @@ def pack_heads(
     """See `arithmetic.pack_heads`; one launch per tensor with work, one for the others."""
     if not _is_fit(xs[0]):
         return arithmetic.pack_heads(xs, works, dims, counts, index, joined, seq_dim)
+    works = [_alike(work) for work in works]
     cut = (tuple(dims), tuple(counts), tuple(index), tuple(joined))
     buffer = xs[0].new_empty(packed_size([list(x.shape) for x in xs], dims, counts))
     xs = [
@@ -159,6 +167,7 @@ def unpack_heads(
         return arithmetic.unpack_heads(
             buffer, xs, works, shapes, dims, counts, index, joined, seq_dim
         )
+    works = [_alike(work) for work in works]
     cut = (tuple(dims), tuple(counts), tuple(index), tuple(joined))
     buffer = resolved(buffer)
     outs = [buffer.new_empty(shape) for shape in shapes]

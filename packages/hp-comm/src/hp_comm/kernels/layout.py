@@ -25,7 +25,9 @@ from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["Copy", "Shape", "View", "copies", "packed_size", "with_length"]
+from hp_mesh.checks import require
+
+__all__ = ["Copy", "Shape", "View", "check_cut", "copies", "packed_size", "with_length"]
 
 Shape = tuple[int, ...]
 
@@ -113,6 +115,52 @@ def _first(numbers: Shape, dim: int) -> Shape:
     return (numbers[dim], *numbers[:dim], *numbers[dim + 1 :])
 
 
+def check_cut(
+    shapes: tuple[Shape, ...], dims: Shape, counts: Shape, index: Shape, joined: Shape
+) -> None:
+    """Refuse a cut that does not fit the tensors: what it names would lie in other memory."""
+    where = "hp_comm.kernels"
+    num = len(shapes)
+    require(
+        num > 0 and len(dims) == num and len(counts) > 0 and len(counts) % num == 0,
+        where,
+        f"dims ({len(dims)}) must be one per tensor ({num}), and counts ({len(counts)}) as many "
+        "for each",
+    )
+    num_parts = len(counts) // num
+    require(min(counts) >= 0, where, f"counts ({min(counts)}) must be numbers of at least 0")
+    require(
+        not index or len(index) == sum(counts),
+        where,
+        f"index ({len(index)} positions) must have as many as counts add up to ({sum(counts)})",
+    )
+    at = 0
+    for t, (shape, dim) in enumerate(zip(shapes, dims, strict=True)):
+        require(
+            0 <= dim < len(shape),
+            where,
+            f"dims[{t}] ({dim}) must be a dim of the tensor {tuple(shape)}, not negative",
+        )
+        total = sum(counts[t * num_parts : (t + 1) * num_parts])
+        named = index[at : at + total] if index else (total - 1,)
+        require(
+            total == 0 or (min(named) >= (0 if index else -1) and max(named) < shape[dim]),
+            where,
+            f"positions up to {max(named, default=0)} of tensor {t} must be below its size in dim "
+            f"{dim} ({shape[dim]}), and not negative",
+        )
+        at += total if index else 0
+    if joined:
+        first, along = joined
+        alike = {shape[:along] + shape[along + 1 :] for shape in shapes}
+        require(
+            first != along and max(first, along) < len(shapes[0]) and len(alike) == 1,
+            where,
+            f"tensors {[tuple(shape) for shape in shapes]} must differ in dim {along} only to lie "
+            "side by side",
+        )
+
+
 @lru_cache(maxsize=1024)
 def copies(
     shapes: tuple[Shape, ...],
@@ -122,7 +170,12 @@ def copies(
     index: Shape,
     joined: Shape,
 ) -> tuple[Copy, ...]:
-    """Return what is copied between tensors, as they lie, and the buffer."""
+    """Return what is copied between tensors, as they lie, and the buffer.
+
+    Raises:
+        ValueError: If the cut does not fit the tensors.
+    """
+    check_cut(shapes, dims, counts, index, joined)
     xs = [View(shape, stride) for shape, stride in zip(shapes, strides, strict=True)]
     along = None
     if joined:

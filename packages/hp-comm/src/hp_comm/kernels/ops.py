@@ -168,7 +168,12 @@ _unpack.register_autograd(_unpack_backward, setup_context=_remember_unpack)
 
 def _is_plain(x: Tensor) -> bool:
     """Say whether an operator would only cost time: no graph, no tracer, no tensor subclass."""
-    return type(x) is Tensor and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return (
+        type(x) is Tensor
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and x.device.type != "meta"
+    )
 
 
 def pack(
@@ -179,6 +184,11 @@ def pack(
     joined: Sequence[int] = (),
 ) -> Tensor:
     """Call ``hp_comm::pack``; see `reference.pack`."""
+    if any(x.dtype != xs[0].dtype for x in xs):
+        dtypes = sorted({str(x.dtype) for x in xs})
+        raise fail(
+            "pack", f"tensors ({', '.join(dtypes)}) must be of one dtype: they share a buffer"
+        )
     if _is_plain(xs[0]):
         return implementation(xs[0]).pack(xs, dims, counts, index, joined)
     return cast(Tensor, _pack(xs, dims, counts, index, list(joined)))
@@ -193,6 +203,11 @@ def unpack(
     joined: Sequence[int] = (),
 ) -> list[Tensor]:
     """Call ``hp_comm::unpack``; see `reference.unpack`."""
+    size = packed_size(shapes, dims, counts)
+    if buffer.numel() != size:
+        raise fail(
+            "unpack", f"buffer ({buffer.numel()} elements) must have those of the cut ({size})"
+        )
     if _is_plain(buffer):
         return implementation(buffer).unpack(buffer, shapes, dims, counts, index, joined)
     flat = [n for shape in shapes for n in shape]

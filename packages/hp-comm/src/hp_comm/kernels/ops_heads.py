@@ -27,8 +27,11 @@ def _module(x: Tensor, name: str) -> Any:
     return load(name)
 
 
-def check_work(where: str, x: Tensor, work: HeadWork, head_dim: int) -> None:
-    """Refuse work that does not fit the heads of ``x``, ``[.., D]`` with heads on ``head_dim``."""
+def check_work(where: str, x: Tensor, work: HeadWork, head_dim: int | None) -> None:
+    """Refuse work that does not fit the heads of ``x``, ``[.., D]`` with heads on ``head_dim``.
+
+    Without a ``head_dim`` (nobody has said it), cos may be 1 in any dim but must not be in all.
+    """
     size = x.shape[-1]
     if head_dim == x.ndim - 1:
         raise fail(where, f"x {tuple(x.shape)} must have the numbers of a head in a dim of its own")
@@ -38,17 +41,21 @@ def check_work(where: str, x: Tensor, work: HeadWork, head_dim: int) -> None:
         raise fail(
             where, f"weight {tuple(work.weight.shape)} must be of the size of a head ({size},)"
         )
-    if (work.cos is None) != (work.sin is None):
-        raise fail(where, "cos and sin must come together")
+    for name in ("weight", "cos"):
+        part = getattr(work, name)
+        if part is not None and part.device != x.device:
+            raise fail(where, f"{name} (on {part.device}) must be on the device of x ({x.device})")
     if work.cos is None or work.sin is None:
         return
-    if work.cos.shape != work.sin.shape:
+    if work.rotary > size:
         raise fail(
             where,
-            f"cos {tuple(work.cos.shape)} must be of the shape of sin {tuple(work.sin.shape)}",
+            f"cos ({work.rotary // 2} pairs) must rotate at most a head ({size} numbers)",
+            "pass one angle for each pair: half of a table that repeats them",
         )
     wanted = [*x.shape[:-1], None]
-    wanted[head_dim] = 1
+    if head_dim is not None:
+        wanted[head_dim] = 1
     fits = work.cos.ndim == x.ndim and all(
         w is None or n == w or (n == 1 and d != head_dim)
         for d, (n, w) in enumerate(zip(work.cos.shape, wanted, strict=True))
@@ -58,11 +65,7 @@ def check_work(where: str, x: Tensor, work: HeadWork, head_dim: int) -> None:
             where,
             f"cos {tuple(work.cos.shape)} must have the dims of x {tuple(x.shape)}, 1 where x has "
             "heads and half the rotated numbers in the last",
-            f"for example cos.unsqueeze({head_dim})",
-        )
-    if work.rotary > size:
-        raise fail(
-            where, f"cos ({work.rotary // 2} pairs) must rotate at most a head ({size} numbers)"
+            "" if head_dim is None else f"for example cos.unsqueeze({head_dim})",
         )
     if work.cos.requires_grad or work.sin.requires_grad:
         raise fail(where, "cos and sin must need no gradient", "detach them")
@@ -200,6 +203,9 @@ def pack_heads(
     seq_dim: int = 0,
 ) -> Tensor:
     """Call ``hp_comm::pack_heads``; see `arithmetic.pack_heads`."""
+    for t, (x, work) in enumerate(zip(xs, works, strict=True)):
+        if work is not None:
+            check_work(f"pack_heads: works[{t}]", x, work, None)
     flat = _flat(works, xs[0])
     return cast(Tensor, _pack_heads(xs, *flat, dims, counts, index, list(joined), seq_dim))
 
@@ -231,7 +237,8 @@ def unpack_heads(
 
 @torch.library.custom_op("hp_comm::merge", mutates_args=())
 def _merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    return cast(tuple[Tensor, Tensor], _module(out1, "launch_merge").merge(out1, lse1, out2, lse2))
+    out, lse = _module(out1, "launch_merge").merge(out1, lse1, out2, lse2)
+    return out.contiguous(), lse.contiguous()  # as the fake implementation says
 
 
 @_merge.register_fake
@@ -244,10 +251,8 @@ def _merge_backward(
     out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor, grad: Tensor, grad_lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     kernels = _module(out1, "launch_merge")
-    return cast(
-        tuple[Tensor, Tensor, Tensor, Tensor],
-        kernels.merge_backward(out1, lse1, out2, lse2, grad, grad_lse),
-    )
+    one, two, three, four = kernels.merge_backward(out1, lse1, out2, lse2, grad, grad_lse)
+    return one.contiguous(), two.contiguous(), three.contiguous(), four.contiguous()
 
 
 @_merge_backward.register_fake

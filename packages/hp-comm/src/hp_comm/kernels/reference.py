@@ -60,8 +60,9 @@ def pack(
         Flat dense buffer; rank ``p``'s part holds its slice of ``xs[0]``, of ``xs[1]``, and so on,
         each dense, or all of them side by side.
     """
+    planned = _planned(xs, dims, counts, index, joined)
     buffer = xs[0].new_empty(packed_size([list(x.shape) for x in xs], dims, counts))
-    for copy in _planned(xs, dims, counts, index, joined):
+    for copy in planned:
         of(copy.place, buffer).copy_(of(copy.own, xs[copy.t]))
     return buffer
 
@@ -88,8 +89,9 @@ def unpack(
         Dense tensors. Sums run over ranks in ascending order, in the buffer's dtype.
     """
     outs = [buffer.new_empty(shape) for shape in shapes]
+    planned = _planned(outs, dims, counts, index, joined)
     zero_what_nobody_sends(outs, dims, counts, index)
-    for copy in _planned(outs, dims, counts, index, joined):
+    for copy in planned:
         own, place = of(copy.own, outs[copy.t]), of(copy.place, buffer)
         if copy.again:
             own.add_(place)
