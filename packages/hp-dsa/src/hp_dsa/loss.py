@@ -33,7 +33,7 @@ def normalize_loss(loss: Tensor, total: Tensor | int, *, gradient_divisor: int =
     Args:
         loss: Summed over all ranks, as it leaves `DSAIndexerLossContextParallel`.
         total: Tokens of the step over all ranks, data-parallel ones included, and all of its
-            micro-batches: `hp_comm.count_tokens`.
+            micro-batches: `hp_comm.count_tokens`. Read once, which waits for its device.
         gradient_divisor: By how much the reduction of parameter gradients divides: the number of
             ranks of FSDP and DDP, which average; 1 where gradients are summed.
 
@@ -46,5 +46,16 @@ def normalize_loss(loss: Tensor, total: Tensor | int, *, gradient_divisor: int =
         "normalize_loss",
         f"gradient_divisor ({gradient_divisor}) must be at least 1",
     )
+    require(
+        isinstance(total, Tensor | int | float) and not isinstance(total, bool),
+        "normalize_loss",
+        f"total ({total!r}) must be a number of tokens",
+        "count those of all ranks and micro-batches with hp_comm.count_tokens",
+    )
     count = torch.as_tensor(total, device=loss.device)
+    require(
+        bool((count >= 0).all()),  # not so for NaN
+        "normalize_loss",
+        f"total ({count.tolist()}) must be at least 0",
+    )
     return cast(Tensor, cast(Any, _Normalize).apply(loss, count, float(gradient_divisor)))

@@ -20,7 +20,7 @@ from hp_mesh.testing import assert_close, ranks
 pytest.importorskip("transformers", reason="the extra is not installed")
 
 from hp_dsa.transformers import indexer_loss, prepare_model, restore_model
-from hp_dsa.transformers.cores import SelectKeys
+from hp_dsa.transformers.cores import SelectKeys, SparseAttention
 
 from ._tiny import IDS, MODULES, B, S, build, exact, formula_loss, lm_loss, watch
 
@@ -93,6 +93,39 @@ def test_bfloat16_runs_with_the_weights_in_float32_as_transformers_keeps_them(fa
     for loss in ranks(2).run(run):
         assert loss.dtype == torch.float32
         assert abs(loss / indexer_loss(expected) - 1) < 0.1
+
+
+@FAMILY
+def test_under_autocast_the_losses_are_near_those_of_transformers(family: str) -> None:
+    """What is gathered has the dtype of autocast, though norms and angles are in float32."""
+    model = build(family).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        stock = model(input_ids=IDS, labels=IDS).loss
+    expected = prepare_model(build(family))
+    expected(input_ids=IDS)
+
+    def run(rank: int, size: int, overlap: bool) -> tuple[Tensor, Tensor]:
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+        own = prepare_model(copy.deepcopy(model), mesh, overlap=overlap)
+        keys: list[torch.dtype] = []
+        for module in own.modules():
+            if isinstance(module, SparseAttention | SelectKeys):
+                module.register_forward_pre_hook(lambda _, given: keys.append(given[1].dtype))
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                out = own(input_ids=cut(IDS, rank, size), labels=IDS)
+                (out.loss + indexer_loss(own)).backward()
+        assert set(keys) == {torch.bfloat16}
+        for name, parameter in own.named_parameters():
+            grad = parameter.grad
+            assert grad is None or (grad.dtype == torch.float32 and grad.isfinite().all()), name
+        return out.loss.detach(), indexer_loss(own).detach()
+
+    for size in (1, 2):
+        for loss, learned in ranks(size).run(run, size, size > 1):
+            assert loss.dtype == learned.dtype == torch.float32
+            assert abs(loss / stock - 1) < 0.1
+            assert abs(learned / indexer_loss(expected) - 1) < 0.1
 
 
 @FAMILY

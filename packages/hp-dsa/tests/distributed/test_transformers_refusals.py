@@ -70,6 +70,9 @@ def test_what_a_rank_alone_finds_wrong_is_raised_on_all() -> None:
         ({"attention_mask": masked}, "attention_mask"),
         ({"labels": IDS[:, : S // 2]}, "must be \\[B, 24\\]"),
         ({"logits_to_keep": 1}, "logits_to_keep"),
+        ({"labels": IDS}, "labels given"),
+        ({"shift_labels": IDS}, "shift_labels given"),
+        ({"num_items_in_batch": 46}, "num_items_in_batch given"),
         ({"input_ids": IDS[:, : S // 2 - 1]}, "tokens"),
     ):
         errors = ranks(2).errors(run, [{}, second])

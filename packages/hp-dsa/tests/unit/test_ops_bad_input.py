@@ -26,8 +26,8 @@ def sparse(x: Inputs, **options: Any) -> Any:
     m = torch.zeros(1, 1, 4, 2)
     given: dict[str, Any] = {"softmax_max": m, "softmax_sum": m, "sparse_indices": INDICES}
     return ops.sparse_lightning_indexer_kl_loss(
-        query=x.q, key=x.k, query_index=x.qi, key_index=x.ki, weights=x.w, scale_value=0.5,
-        **(given | options),
+        query=x.q, key=x.k, query_index=x.qi, key_index=x.ki, weights=x.w,
+        **({"scale_value": 0.5} | given | options),
     )  # fmt: skip
 
 
@@ -62,6 +62,12 @@ CASES: list[tuple[Call, str]] = [
     (
         lambda x: index(x, actual_seq_lengths_key=torch.ones(1)),
         r"actual_seq_lengths_key \(torch.float32 of shape \(1,\)\) must be integers",
+    ),
+    (lambda x: index(x, actual_seq_lengths_key=4), r"lengths_key \(4\) must be integers"),
+    (lambda x: sparse(x, scale_value=None), r"scale_value \(None\) must be a number"),
+    (
+        lambda x: ops.sparse_flash_attention(x.q, x.k, x.k, INDICES, None),  # type: ignore[arg-type]
+        r"scale_value \(None\) must be a number",
     ),
     (lambda x: index(x, actual_seq_lengths_key=[4.0]), r"\(\[4.0\]\) must be integers"),
     (lambda x: index(replace(x, ki=x.ki[..., :3])), r"key \(shape \(1, 4, 1, 3\)\) must be one i"),

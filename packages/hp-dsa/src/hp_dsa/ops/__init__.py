@@ -3,6 +3,9 @@
 `reference` defines them in plain torch; `tiled` is what CPU and CUDA run; on an npu tensor the
 calls go to torch_npu. ``HP_DSA=reference|tiled|triton|npu`` forces one; the Triton kernels are for
 CUDA and run only when asked for. See `dispatch.implementation`.
+
+Under ``torch.autocast`` queries, keys, values and rotary parts are cast to its dtype, as for
+torch's own attention; sums and statistics inside stay float32.
 """
 
 from __future__ import annotations

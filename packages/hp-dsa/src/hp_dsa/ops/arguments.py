@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import SupportsFloat, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ __all__ = [
     "check_shape",
     "check_tokens",
     "read_rows",
+    "read_scale",
 ]
 
 NO_LIMIT = (1 << 63) - 1
@@ -143,6 +144,17 @@ def check_count(where: str, sparse_count: int) -> None:
         where,
         f"sparse_count ({sparse_count!r}) must be an integer of at least 1",
     )
+
+
+def read_scale(where: str, scale_value: object) -> float:
+    """Return attention's scale as a float; it has no default that could be right."""
+    require(
+        isinstance(scale_value, SupportsFloat),
+        where,
+        f"scale_value ({scale_value!r}) must be a number",
+        "the un-absorbed head size to the power -1/2",
+    )
+    return float(cast(SupportsFloat, scale_value))
 
 
 def check_indices(where: str, indices: Tensor, leading: tuple[int, ...], why: str) -> None:

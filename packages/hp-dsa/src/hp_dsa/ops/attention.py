@@ -11,7 +11,9 @@ from hp_dsa.ops.arguments import (
     check_shape,
     check_tokens,
     read_rows,
+    read_scale,
 )
+from hp_dsa.ops.autocast import cast_by_autocast
 from hp_dsa.ops.dispatch import implementation
 from hp_dsa.ops.rows import Lengths
 from hp_mesh.checks import fail, require, require_positive
@@ -23,6 +25,7 @@ _WHERE = "sparse_flash_attention"
 
 
 @seen_by_views
+@cast_by_autocast("query", "key", "value", "query_rope", "key_rope")
 def sparse_flash_attention(
     query: Tensor,
     key: Tensor,
@@ -106,13 +109,14 @@ def sparse_flash_attention(
     if value is not None:
         check_shape(_WHERE, "value", value, (*one_head, value.shape[-1]), "one head on key's rows")
     check_rope(_WHERE, query, key, query_rope, key_rope)
+    scale = read_scale(_WHERE, scale_value)
     check_indices(_WHERE, sparse_indices, (*query.shape[:-2], 1), "[.., 1, K] on query's rows")
     return implementation(query).sparse_flash_attention(
         query,
         key,
         value,
         sparse_indices,
-        float(scale_value),
+        scale,
         rows,
         query_rope,
         key_rope,

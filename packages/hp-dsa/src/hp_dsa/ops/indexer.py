@@ -12,6 +12,7 @@ from hp_dsa.ops.arguments import (
     check_tokens,
     read_rows,
 )
+from hp_dsa.ops.autocast import cast_by_autocast
 from hp_dsa.ops.dispatch import implementation
 from hp_dsa.ops.rows import Lengths
 from hp_mesh.checks import require
@@ -23,6 +24,7 @@ _WHERE = "lightning_indexer"
 
 
 @seen_by_views
+@cast_by_autocast("query", "key")
 def lightning_indexer(
     query: Tensor,
     key: Tensor,

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from hp_dsa.ops import _triton, tiled, tiled_indexer, tiled_loss
 from hp_dsa.ops.arguments import check_range
+from hp_dsa.ops.autocast import without_autocast
 from hp_dsa.ops.dispatch import Gradients
 from hp_dsa.ops.rows import Rows
 from hp_dsa.ops.tiled_loss import sparse_kl_loss
@@ -183,6 +184,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         *given, chosen, starts, counts, ends, out, maximum, total = ctx.saved_tensors
         scale, rows, block = ctx.options

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hp_dsa.ops.arguments import NO_LIMIT, check_tokens, read_rows
+from hp_dsa.ops.autocast import cast_by_autocast
 from hp_dsa.ops.dispatch import Gradients, implementation
 from hp_dsa.ops.indexer import check_index_inputs
 from hp_dsa.ops.rows import Lengths
@@ -30,8 +31,11 @@ __all__ = [
     "sparse_lightning_indexer_kl_loss",
 ]
 
+_CAST = ("query", "key", "query_index", "key_index", "query_rope", "key_rope")
+
 
 @seen_by_views
+@cast_by_autocast(*_CAST)
 def sparse_lightning_indexer_kl_loss(
     query: Tensor,
     key: Tensor,
@@ -83,6 +87,7 @@ def sparse_lightning_indexer_kl_loss(
 
 
 @seen_by_views
+@cast_by_autocast(*_CAST)
 def sparse_lightning_indexer_grad_kl_loss(
     query: Tensor,
     key: Tensor,
@@ -115,6 +120,7 @@ def sparse_lightning_indexer_grad_kl_loss(
 
 
 @seen_by_views
+@cast_by_autocast("query_index", "key_index")
 def dense_lightning_indexer_softmax_lse(
     query_index: Tensor,
     key_index: Tensor,
@@ -151,6 +157,7 @@ def dense_lightning_indexer_softmax_lse(
 
 
 @seen_by_views
+@cast_by_autocast(*_CAST)
 def dense_lightning_indexer_kl_loss(
     query: Tensor,
     key: Tensor,
@@ -204,6 +211,7 @@ def dense_lightning_indexer_kl_loss(
 
 
 @seen_by_views
+@cast_by_autocast(*_CAST)
 def dense_lightning_indexer_grad_kl_loss(
     query: Tensor,
     key: Tensor,

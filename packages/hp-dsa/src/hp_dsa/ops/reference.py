@@ -7,11 +7,13 @@ rest. Arguments are checked by the callers; ``rows`` says which keys a row sees.
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from hp_dsa.ops.arguments import check_range
+from hp_dsa.ops.autocast import without_autocast
 from hp_dsa.ops.dispatch import Gradients
 from hp_dsa.ops.rows import Document, Rows
 
@@ -79,11 +81,11 @@ def sparse_flash_attention(
             document.queries(out)[:] = document.queries(q)[..., :1].where(nowhere, 0.0)
             continue
         tokens, valid = _selected(rows, document, indices, sparse_block_size)  # [Lq, K]
-        scores = scale_value * torch.einsum(
+        scores = scale_value * _einsum(
             "qnd,qkd->qnk", document.queries(q), _taken(document.keys(k), tokens, valid)
         )
         weights, m, z = _softmax(scores, valid[:, None])
-        document.queries(out)[:] = torch.einsum(
+        document.queries(out)[:] = _einsum(
             "qnk,qkd->qnd", weights, _taken(document.keys(v), tokens, valid)
         )
         document.queries(maximum, 2)[0] = m.detach()
@@ -116,7 +118,7 @@ def sparse_kl_loss(
 
     def divergence(document: Document, scores: Tensor) -> Tensor:
         tokens, valid = _selected(rows, document, indices, 1)
-        logits = scale_value * torch.einsum(
+        logits = scale_value * _einsum(
             "qnd,qkd->qnk", document.queries(q), _taken(document.keys(k), tokens, valid)
         )
         target = _probability(
@@ -171,13 +173,41 @@ def dense_kl_loss(
     def divergence(document: Document, scores: Tensor) -> Tensor:
         visible = _visible(rows, document, scores.device)
         keys = document.keys(k).repeat_interleave(group, 1)
-        logits = scale_value * torch.einsum("qnd,knd->qnk", document.queries(q), keys)
+        logits = scale_value * _einsum("qnd,knd->qnk", document.queries(q), keys)
         # [N2, Lq, G] -> [Lq, N1]
         own_m, own_z = (document.queries(x, 2).transpose(0, 1).flatten(1) for x in (m, z))
         target = _probability(logits, own_m, own_z, visible[:, None]).mean(1)
         return _divergence(target, scores, visible)
 
     return _summed(query_index, key_index, weights, rows, divergence, gradients)
+
+
+class _Product(torch.autograd.Function):
+    """`torch.einsum` of two tensors whose backward, too, runs outside of autocast.
+
+    Every letter of an operand is one of the result or of the other operand.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, equation: str, a: Tensor, b: Tensor) -> Tensor:
+        ctx.equation = equation
+        ctx.save_for_backward(a, b)
+        return torch.einsum(equation, a, b)
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx: Any, d: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+        a, b = ctx.saved_tensors
+        operands, out = ctx.equation.split("->")
+        of_a, of_b = operands.split(",")
+        _, a_learns, b_learns = ctx.needs_input_grad
+        d_a = _einsum(f"{out},{of_b}->{of_a}", d, b) if a_learns else None
+        d_b = _einsum(f"{out},{of_a}->{of_b}", d, a) if b_learns else None
+        return None, d_a, d_b
+
+
+def _einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    return cast(Tensor, _Product.apply(equation, a, b))  # type: ignore[no-untyped-call]
 
 
 def _precise(x: Tensor) -> Tensor:
@@ -202,7 +232,7 @@ def _index_parts(document: Document, q: Tensor, k: Tensor, w: Tensor) -> tuple[T
 
 def _index_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
     """Score keys: ``sum_n w[q, n] * relu(q[q, n] . k[s])``, ``[Lq, Lk]``."""
-    return torch.einsum("qn,qnk->qk", w, torch.einsum("qnd,kd->qnk", q, k).relu())
+    return _einsum("qn,qnk->qk", w, _einsum("qnd,kd->qnk", q, k).relu())
 
 
 def _selected(rows: Rows, document: Document, indices: Tensor, block: int) -> tuple[Tensor, Tensor]:

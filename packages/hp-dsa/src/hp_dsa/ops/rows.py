@@ -13,7 +13,7 @@ expressed by handing over the keys ``[0, e)``, and by nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -168,8 +168,8 @@ def _integers(where: str, name: str, given: Any) -> list[int]:
             return [int(n) for n in given.tolist()]
         found = f"{given.dtype} of shape {tuple(given.shape)}"
     else:
-        numbers = list(given)
+        numbers: list[Any] = list(given) if isinstance(given, Iterable) else [None]
         if all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
             return numbers
-        found = repr(numbers)
+        found = repr(numbers if isinstance(given, Iterable) else given)
     raise fail(where, f"{name} ({found}) must be integers, a list or a tensor of one dim")

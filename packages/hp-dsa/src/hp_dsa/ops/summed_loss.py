@@ -15,6 +15,7 @@ from hp_dsa.ops.arguments import (
     check_shape,
     check_tokens,
     read_rows,
+    read_scale,
 )
 from hp_dsa.ops.attention import check_rope
 from hp_dsa.ops.dispatch import Gradients, implementation
@@ -153,6 +154,7 @@ def sparse_run(
     check_shape(where, "key", key, (*key.shape[:-2], 1, query.shape[-1]), "one head like query's")
     check_indices(where, sparse_indices, (*query.shape[:-2], 1), "[.., 1, K] on query's rows")
     _check_statistics(rows, query.shape[-2], 1, softmax_max=softmax_max, softmax_sum=softmax_sum)
+    scale = read_scale(where, scale_value)
     return lambda query_index, key_index, weights, gradients: implementation(query).sparse_kl_loss(
         query.detach(),
         key.detach(),
@@ -162,7 +164,7 @@ def sparse_run(
         sparse_indices,
         softmax_max.detach(),
         softmax_sum.detach(),
-        float(scale_value),
+        scale,
         rows,
         None if query_rope is None else query_rope.detach(),
         None if key_rope is None else key_rope.detach(),
@@ -210,6 +212,7 @@ def dense_run(
         softmax_max_index=softmax_max_index,
         softmax_sum_index=softmax_sum_index,
     )
+    scale = read_scale(where, scale_value)
     return lambda query_index, key_index, weights, gradients: implementation(query).dense_kl_loss(
         query.detach(),
         key.detach(),
@@ -220,7 +223,7 @@ def dense_run(
         softmax_sum.detach(),
         softmax_max_index.detach(),
         softmax_sum_index.detach(),
-        float(scale_value),
+        scale,
         rows,
         None if query_rope is None else query_rope.detach(),
         None if key_rope is None else key_rope.detach(),

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hp_dsa.ops.arguments import check_range
+from hp_dsa.ops.autocast import without_autocast
 from hp_dsa.ops.rows import Document, Rows
 from hp_dsa.ops.tiles import (
     Selection,
@@ -100,6 +101,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         *given, indices, maximum, total = ctx.saved_tensors
         scale, rows, block = ctx.options

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hp_dsa.ops.autocast import without_autocast
 from hp_dsa.ops.rows import Document, Rows
 from hp_dsa.ops.tiles import (
     TORCH_SCORES,
@@ -71,6 +72,7 @@ class _Indexer(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, _: Tensor, d_values: Tensor) -> tuple[Tensor | None, ...]:
         query, key, weights, indices = ctx.saved_tensors
         gradients = _gradients(query, key, weights, indices, d_values, ctx.rows)

@@ -39,9 +39,10 @@ Rotate = Callable[..., tuple[Tensor, Tensor]]
 def _rotated(rotate: Rotate, x: Tensor, rotary: Rotary) -> Tensor:
     """Return ``x`` ``[B, S, H, D]`` rotated by the model's own function, which takes two tensors.
 
-    The second is empty, so that a key is ready before there is a query.
+    The second is empty, so that a key is ready before there is a query. In ``x``'s dtype: under
+    autocast the angles are float32, and what is gathered should not be.
     """
-    return rotate(x, x[:, :, :0], *rotary, unsqueeze_dim=2)[0]
+    return rotate(x, x[:, :, :0], *rotary, unsqueeze_dim=2)[0].to(x.dtype)
 
 
 class _IndexInputs(nn.Module):
@@ -61,7 +62,8 @@ class _IndexInputs(nn.Module):
         self, hidden_states: Tensor, q_resid: Tensor, rotary: Rotary
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return query ``[B, S, N, D]``, key ``[B, S, 1, D]`` and scaled weights ``[B, S, N]``."""
-        key = self._rotated(self.k_norm(self.wk(hidden_states)).unsqueeze(2), rotary)
+        projected = self.wk(hidden_states)
+        key = self._rotated(self.k_norm(projected).unsqueeze(2), rotary).to(projected.dtype)
         query = self._rotated(self.wq_b(q_resid).unflatten(-1, (-1, self.head_dim)), rotary)
         weights = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype))
         weights = weights if weights.dtype == torch.float64 else weights.float()
@@ -134,7 +136,8 @@ class AbsorbedAttention(nn.Module):
         layer: Any = self
         sizes = [layer.kv_lora_rank, layer.qk_rope_head_dim]
         latent, key_rope = layer.kv_a_proj_with_mqa(hidden_states).split(sizes, dim=-1)
-        latent = layer.latent_ready(layer.kv_a_layernorm(latent).unsqueeze(2))  # [B, S, 1, R]
+        normed = layer.kv_a_layernorm(latent).to(latent.dtype)  # float32 under autocast
+        latent = layer.latent_ready(normed.unsqueeze(2))  # [B, S, 1, R]
         key_rope = _rotated(type(self).rotate, key_rope.unsqueeze(2), rotary)  # [B, S, 1, Dr]
         return latent, layer.key_rope_ready(key_rope)
 

@@ -33,6 +33,8 @@ KEYWORD = "hp_dsa_call"
 DIVISOR = "_hp_dsa_gradient_divisor"
 """Attribute of a prepared model; absent where it is the number of ranks."""
 
+_OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
+
 _calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 _last: weakref.WeakKeyDictionary[nn.Module, ModelCall] = weakref.WeakKeyDictionary()
 # beside the models and not in them: a copy or a pickle of a model has no calls behind it
@@ -197,4 +199,10 @@ def _read(
     given = named.get("position_ids")
     if given is not None:
         _refusals.check_positions(given, call.positions(given.device), where)
-    return {"tokens": (call.batch, local), "documents end at": call.ends, "grad": call.records}
+    return {
+        "tokens": (call.batch, local),
+        "documents end at": call.ends,
+        "grad": call.records,
+        # a loss is summed over the ranks: a rank without labels would be waited for
+        **{f"{name} given": named.get(name) is not None for name in _OF_LOSS},
+    }

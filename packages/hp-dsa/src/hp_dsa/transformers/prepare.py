@@ -85,8 +85,9 @@ def prepare_model(
 
     Each attention layer computes in the absorbed form through three modules, ``select_keys``,
     ``sparse_attention`` and ``indexer_loss``, on which the DSA styles are applied if there is a
-    mesh. The model's code, parameters and state dict stay as they are, and so do its outputs.
-    `restore_model` undoes it.
+    mesh. The model's code, parameters and state dict stay as they are, and so do its outputs, but
+    for ties: with few index heads and many scores of 0, transformers' ``torch.topk`` may choose
+    other keys than ours (score descending, index ascending). `restore_model` undoes it.
 
     A call of the model on a rank's shard of the tokens
 
