@@ -93,10 +93,11 @@ class DSABoundary(Boundary[DSACall]):
         known = open_gathers() or Gathered()
         index = self.next_call_index()
         inputs = self._agree(args, kwargs, known, index)
+        view = self._view(inputs, index)
+        local = LocalCall(view, inputs, args, kwargs) if self.style.use_local_input else None
         wholes = known.collect(inputs.sources, self.gatherer, inputs.under_way)
-        view = self._view(inputs)
-        if self.style.use_local_input:
-            local = LocalCall(view, inputs, wholes, args, kwargs)
+        if local is not None:
+            local.wholes = wholes
             return DSACall(*local.call(0), view, inputs, index, local)
         args, kwargs = self._hand_over(args, kwargs, inputs, view, wholes)
         call = DSACall(args, kwargs, view, inputs, index)
@@ -200,7 +201,7 @@ class DSABoundary(Boundary[DSACall]):
             num_keys = inputs.local_keys * self.plan.cp_size
             check_indices(self.where, "topk_indices", indices, num_keys)
 
-    def _view(self, inputs: Inputs) -> DSAView:
+    def _view(self, inputs: Inputs, index: int) -> DSAView:
         plan, layout = self.plan, inputs.layouts["query"]
         mesh, placements = compose(layout, self.cp_mesh, [Shard(plan.seq_dim)], self.where)
         num_queries, num_keys = (n * plan.cp_size for n in (inputs.local_length, inputs.local_keys))
@@ -221,6 +222,7 @@ class DSABoundary(Boundary[DSACall]):
             rank=self.rank,
             local_length=inputs.local_length,
             num_keys=num_keys,
+            call_index=index,
         )
 
     def _hand_over(

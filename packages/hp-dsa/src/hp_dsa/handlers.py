@@ -10,23 +10,28 @@ operator works on local tensors::
 An operator has no way past the cut: it is made where local tensors are made, and a module that
 called ``to_local()`` is served alike. A kernel that is none of these operators is not seen here:
 with ``use_local_input=True`` the boundary itself cuts, and the module is handed no other key.
+
+Lengths and indices may be known only here, and only some ranks may find them wrong: the ranks
+compare before anything moves. An operator must be called by all of them or by none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from hp_comm import exchange_head_tail
+from hp_comm import exchange_head_tail, preflight
 from hp_dsa import ops
-from hp_dsa.indices import drop_unseen
+from hp_dsa.indices import check_documents, drop_unseen
+from hp_dsa.inputs import options_of
 from hp_dsa.operands import Operands
 from hp_dsa.operators import NPU, OPERATORS, Operator, Result
-from hp_dsa.view import DSAView
+from hp_dsa.view import DSAView, Lengths
 from hp_mesh._torch import from_local
 from hp_mesh.checks import require
 from hp_mesh.documents import KeyWindow
@@ -82,6 +87,16 @@ class _Handler:
         return func(*args, **kwargs)
 
 
+@dataclass(frozen=True)
+class _Checked:
+    """What a call was given, as plain tensors of this rank; mappings are by argument name."""
+
+    rows: dict[str, Tensor]
+    keys: dict[str, Tensor]
+    lengths: Lengths
+    windows: tuple[KeyWindow, ...]
+
+
 class _Call:
     """One call of an operator."""
 
@@ -99,33 +114,84 @@ class _Call:
         self.plan = view.plan
 
     def run(self) -> Any:
-        """Cut, call for each window, join, wrap."""
-        found, op, plan = self.operands, self.operator, self.plan
-        found.check_layout()
-        found.refuse_cut_heads()
-        dims = dict.fromkeys(op.rows, plan.seq_dim)
-        dims |= dict.fromkeys(op.statistics, plan.statistics_dim)
-        rows = {n: found.rows(n, self.given[n], d) for n, d in dims.items() if found.has(n)}
-        keys = found.keys()
-        batch = rows[op.positional[0]].size(0)
-        lengths = found.lengths()
-        causal = self.given.get("sparse_mode", 3) == 3
-        windows = self.view.windows(batch, lengths, causal)
+        """Check, compare, cut, call for each window, join, wrap."""
+        checked = self._agree()
+        rows, keys, windows, plan = checked.rows, checked.keys, checked.windows, self.plan
         parts = []
         for i, window in enumerate(windows):
             here = {
-                name: self._swap(i, self._part(x, dims[name], i, len(windows)))
+                name: self._swap(i, self._part(x, self._dim(name), i, len(windows)))
                 for name, x in rows.items()
             }
-            if causal and "sparse_indices" in here and not self._is_of_torch():
-                block = self.given.get("sparse_block_size", 1)
+            if self._causal and "sparse_indices" in here and not self._is_of_torch():
                 here["sparse_indices"] = drop_unseen(
-                    here["sparse_indices"], window, plan.layout, block
+                    here["sparse_indices"], window, plan.layout, self._block
                 )
             cut = {id(x): self._cut(x, window) for x in keys.values()}
             here |= {name: cut[id(x)] for name, x in keys.items()}
             parts.append(self._call({**self.given, **here, **self._window_lengths(window)}))
         return self._join(parts, windows)
+
+    def _agree(self) -> _Checked:
+        """Return the checked call, or raise what any rank found wrong, on all of them."""
+        error: Exception | None = None
+        checked: _Checked | None = None
+        try:
+            checked = self._check()
+        except Exception as problem:  # whatever it is, the others would wait for this rank
+            error = problem
+        preflight(
+            self.view.group,
+            self.operands.where,
+            lambda: {} if checked is None else self._signature(checked),
+            error=error,
+            call_index=self.view.call_index,
+        )
+        assert checked is not None, "preflight raises the error it is given"
+        return checked
+
+    def _check(self) -> _Checked:
+        found, op = self.operands, self.operator
+        found.check_layout()
+        found.refuse_cut_heads()
+        names = (*op.rows, *op.statistics)
+        rows = {n: found.rows(n, self.given[n], self._dim(n)) for n in names if found.has(n)}
+        keys = found.keys()
+        batch = rows[op.positional[0]].size(0)
+        lengths = found.lengths(batch)
+        if "sparse_indices" in rows:
+            indices = rows["sparse_indices"]
+            check_documents(found.where, "sparse_indices", indices, self.view, lengths, self._block)
+        return _Checked(rows, keys, lengths, self.view.windows(batch, lengths, self._causal))
+
+    def _signature(self, checked: _Checked) -> dict[str, object]:
+        """Return what must be the same on every CP rank, by the name to show."""
+        tensors = {**checked.rows, **checked.keys}
+        return {
+            **options_of(self.given),
+            "sparse_mode": self._mode,
+            **{name: f"{list(x.shape)} {x.dtype}" for name, x in tensors.items()},
+            **{
+                name: None if lengths is None else tuple(lengths)
+                for name, lengths in zip(self.operator.lengths, checked.lengths, strict=True)
+            },
+        }
+
+    @property
+    def _mode(self) -> Any:
+        return self.given.get("sparse_mode", 3)
+
+    @property
+    def _causal(self) -> bool:
+        return bool(self._mode == 3)
+
+    @property
+    def _block(self) -> int:
+        return int(self.given.get("sparse_block_size", 1))
+
+    def _dim(self, name: str) -> int:
+        is_statistics = name in self.operator.statistics
+        return self.plan.statistics_dim if is_statistics else self.plan.seq_dim
 
     def _window_lengths(self, window: KeyWindow) -> dict[str, Any]:
         """Return the lengths of a window in the form in which those of the sequence came."""

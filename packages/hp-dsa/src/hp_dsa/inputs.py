@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from hp_mesh.handoff import Waitable
 from hp_mesh.placement import TensorLayout, read_layout
 from hp_mesh.view import current_view
 
-__all__ = ["LENGTH", "Inputs", "advise", "read_inputs"]
+__all__ = ["LENGTH", "Inputs", "advise", "options_of", "read_inputs"]
 
 LENGTH = "local sequence length"
 
@@ -61,10 +62,7 @@ class Inputs:
             signature["local key length"] = self.local_keys
         if self.handoffs:
             signature["handoffs"] = self.handoffs
-        for name in self.lengths.values():
-            given = kwargs[name]
-            if not isinstance(given, Tensor):  # comparing one on a device would wait for it
-                signature[name] = list(given)
+        signature |= options_of(kwargs)
         for argument in self.arguments:
             name, x = argument.name, self.locals[argument.name]
             dim = _dim(argument, plan)
@@ -73,7 +71,23 @@ class Inputs:
             signature[name] = f"{shape} {x.dtype}{' grad' if grad else ''}"
             if not self.layouts[name].is_plain:
                 signature[f"placements of {name}"] = self.layouts[name].placements
-        return signature
+        # last: they may be long, and the names before them are to be read
+        return signature | {name: _comparable(kwargs[name]) for name in self.lengths.values()}
+
+
+def options_of(kwargs: Mapping[str, Any]) -> dict[str, object]:
+    """Return the numbers and words of a call, which each rank must be given alike."""
+    return {name: x for name, x in kwargs.items() if isinstance(x, (Number, str))}
+
+
+def _comparable(lengths: Any) -> object:
+    """Return lengths as they can be compared; a tensor on a device would be waited for."""
+    if not isinstance(lengths, Tensor):
+        return tuple(lengths) if isinstance(lengths, Iterable) else lengths
+    if lengths.device.type != "cpu":
+        return f"a tensor on {lengths.device.type}"
+    values = lengths.tolist()
+    return tuple(values) if isinstance(values, list) else values
 
 
 def _dim(argument: Argument, plan: DSAPlan) -> int:

@@ -1,12 +1,12 @@
 """The operands of an operator as plain tensors of this rank, and the lengths of the whole sequence.
 
 Queries, indices and statistics become this rank's rows, keys become whole; `hp_dsa.handlers` cuts
-keys to a window. What does not line up is refused, with the same text on every rank.
+keys to a window. What does not line up is refused here, on this rank; the handler tells the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -18,20 +18,96 @@ from hp_dsa.view import DSAView, Lengths
 from hp_mesh._torch import redistribute, to_local
 from hp_mesh.checks import fail, require
 
-__all__ = ["Operands", "read_lengths"]
+__all__ = ["Operands", "check_lengths", "read_lengths"]
 
 
 def read_lengths(where: str, name: str, given: Any) -> list[int] | None:
     """Return lengths on the host; a tensor on a device is waited for."""
     if given is None:
         return None
-    numbers = given.tolist() if isinstance(given, Tensor) else list(given)
+    numbers = given
+    if isinstance(given, Tensor):
+        numbers = given.tolist()
+    elif isinstance(given, Iterable):
+        numbers = list(given)
     require(
-        all(isinstance(n, int) and not isinstance(n, bool) for n in numbers),
+        isinstance(numbers, list)
+        and all(isinstance(n, int) and not isinstance(n, bool) for n in numbers),
         where,
         f"{name} ({numbers}) must be integers, a list or a tensor of one dim",
     )
-    return numbers
+    return list(numbers)
+
+
+def check_lengths(
+    where: str, view: DSAView, names: Sequence[str], given: Sequence[Any], batch: int
+) -> Lengths:
+    """Return lengths of the whole sequence, checked, on the host; a device is waited for.
+
+    Args:
+        where: The style and the operator, for messages.
+        view: The view of the call.
+        names: What the lengths of queries and of keys are called there.
+        given: The two: lists, tensors or None.
+        batch: Number of batch rows.
+    """
+    queries, keys = (read_lengths(where, n, x) for n, x in zip(names, given, strict=True))
+    check = _check_batch if view.plan.layout == "BSND" else _check_ends
+    totals = (view.num_queries, view.num_keys)
+    for name, lengths, total in zip(names, (queries, keys), totals, strict=True):
+        check(where, name, lengths, total, batch, view.plan.cp_size)
+    if view.plan.layout == "BSND":
+        return queries, keys
+    assert queries is not None and keys is not None, "checked above"
+    require(
+        len(queries) == len(keys),
+        where,
+        f"{names[0]} ({len(queries)} ends) must have as many entries as {names[1]} "
+        f"({len(keys)} ends)",
+    )
+    return queries, keys
+
+
+def _check_batch(
+    where: str, name: str, given: list[int] | None, total: int, batch: int, cp_size: int
+) -> None:
+    """Require a length of at most ``total`` for each batch row."""
+    if given is None:
+        return
+    require(
+        len(given) == batch,
+        where,
+        f"{name} ({len(given)} entries) must have one for each row of the batch (B = {batch})",
+    )
+    require(
+        all(0 <= n <= total for n in given),
+        where,
+        f"{name} ({given}) must be valid lengths of at most {total}",
+    )
+
+
+def _check_ends(
+    where: str, name: str, given: list[int] | None, total: int, batch: int, cp_size: int
+) -> None:
+    """Require cumulative ends, the last of them ``total``."""
+    if given is None:
+        raise fail(
+            where,
+            f'{name} (None) must hold the cumulative ends of the documents for "TND"',
+            f"pass [{total}] for a single document",
+        )
+    require(
+        bool(given) and all(a <= b for a, b in pairwise([0, *given])),
+        where,
+        f"{name} ({given}) must be cumulative ends that do not fall",
+    )
+    require(
+        given[-1] == total,
+        where,
+        f"{name} (last end {given[-1]}) must end at the length of the whole sequence "
+        f"({total}: {total // cp_size} local rows on {cp_size} ranks)",
+        "lengths are those of the whole sequence; make padding a document of its own",
+    )
 
 
 class Operands:
@@ -141,43 +217,8 @@ class Operands:
         )
         return x
 
-    def lengths(self) -> Lengths:
-        """Return the lengths of the whole sequence, checked alike on all ranks."""
-        view, names = self.view, self.operator.lengths
-        totals = (view.num_queries, view.num_keys)
-        queries, keys = (read_lengths(self.where, n, self.given.get(n)) for n in names)
-        if self.plan.layout == "BSND":
-            for name, given, total in zip(names, (queries, keys), totals, strict=True):
-                require(
-                    given is None or all(0 <= n <= total for n in given),
-                    self.where,
-                    f"{name} ({given}) must be valid lengths of at most {total}",
-                )
-            return queries, keys
-        for name, given, total in zip(names, (queries, keys), totals, strict=True):
-            if given is None:
-                raise fail(
-                    self.where,
-                    f'{name} (None) must hold the cumulative ends of the documents for "TND"',
-                    f"pass [{total}] for a single document",
-                )
-            require(
-                bool(given) and all(a <= b for a, b in pairwise([0, *given])),
-                self.where,
-                f"{name} ({given}) must be cumulative ends that do not fall",
-            )
-            require(
-                given[-1] == total,
-                self.where,
-                f"{name} (last end {given[-1]}) must end at the length of the whole sequence "
-                f"({total}: {total // self.plan.cp_size} local rows on {self.plan.cp_size} ranks)",
-                "lengths are those of the whole sequence; make padding a document of its own",
-            )
-        assert queries is not None and keys is not None, "checked above"
-        require(
-            len(queries) == len(keys),
-            self.where,
-            f"{names[0]} ({len(queries)} ends) must have as many entries as {names[1]} "
-            f"({len(keys)} ends)",
-        )
-        return queries, keys
+    def lengths(self, batch: int) -> Lengths:
+        """Return the lengths of the whole sequence."""
+        names = self.operator.lengths
+        given = [self.given.get(name) for name in names]
+        return check_lengths(self.where, self.view, names, given, batch)

@@ -30,6 +30,7 @@ class DSAView(View):
         rank: CP rank.
         local_length: Query rows that this rank holds.
         num_keys: Key rows of the whole sequence.
+        call_index: How many calls of the boundary went before.
     """
 
     plan: DSAPlan
@@ -37,6 +38,7 @@ class DSAView(View):
     rank: int
     local_length: int
     num_keys: int
+    call_index: int = 0
 
     @property
     def cp_axis(self) -> int:

@@ -2,6 +2,8 @@
 
 For kernels that take plain tensors only. There is no uncut key for the module to find. Under load
 balance the rows are two windows, and the module is called once for each.
+
+Lengths and indices of a call are checked, and compared over the ranks, before keys are gathered.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_comm import exchange_head_tail
-from hp_dsa.indices import drop_unseen
+from hp_comm import exchange_head_tail, preflight
+from hp_dsa.indices import check_documents, drop_unseen
 from hp_dsa.inputs import Inputs
-from hp_dsa.operands import read_lengths
-from hp_dsa.view import DSAView
+from hp_dsa.operands import check_lengths
+from hp_dsa.view import DSAView, Lengths
 from hp_mesh.arguments import replace_slots
 from hp_mesh.checks import require
 from hp_mesh.documents import KeyWindow
@@ -28,10 +30,13 @@ __all__ = ["LocalCall"]
 class LocalCall:
     """The calls of a module with local tensors, one for each window.
 
+    Attributes:
+        windows: What each call is handed.
+        wholes: The gathered keys, once they are here.
+
     Args:
         view: The view of the call.
         inputs: Its tensors.
-        wholes: Its gathered keys.
         args: The call's arguments.
         kwargs: Its keyword arguments; lengths among them are those of the whole sequence, and
             ``sparse_mode`` and ``sparse_block_size`` are known by these names.
@@ -41,12 +46,40 @@ class LocalCall:
         self,
         view: DSAView,
         inputs: Inputs,
-        wholes: Mapping[str, Tensor],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        self._view, self._inputs, self._wholes = view, inputs, wholes
+        self._view, self._inputs = view, inputs
         self._args, self._kwargs = args, kwargs
+        self._causal: bool = kwargs.get("sparse_mode", 3) == 3
+        self._block: int = kwargs.get("sparse_block_size", 1)
+        self.wholes: Mapping[str, Tensor] = {}
+        self.windows: tuple[KeyWindow, ...] = self._agree()
+        view.window = self.attention_window(0)
+
+    def _agree(self) -> tuple[KeyWindow, ...]:
+        """Return the windows, or raise what any rank found wrong, on all of them."""
+        error: Exception | None = None
+        lengths: Lengths = (None, None)
+        windows: tuple[KeyWindow, ...] = ()
+        try:
+            lengths = self._check()
+            batch = self._inputs.locals["query"].size(0)
+            windows = self._view.windows(batch, lengths, self._causal)
+        except Exception as problem:  # whatever it is, the others would wait for this rank
+            error = problem
+        preflight(
+            self._view.group,
+            f"{self._view.where}: lengths of the call",
+            # those on a device were not compared with the rest of the call
+            lambda: {"queries": lengths[0], "keys": lengths[1]},
+            error=error,
+            call_index=self._view.call_index,
+        )
+        return windows
+
+    def _check(self) -> Lengths:
+        view, inputs, kwargs = self._view, self._inputs, self._kwargs
         plan, names = view.plan, inputs.lengths
         require(
             plan.layout == "BSND" or len(names) == 2,
@@ -55,15 +88,13 @@ class LocalCall:
             f"of the call, which has {sorted(kwargs)}",
             "pass actual_seq_lengths_query and actual_seq_lengths_key of the whole sequence",
         )
-        queries, keys = (
-            read_lengths(view.where, side, kwargs.get(names.get(side, "")))
-            for side in ("query", "key")
-        )
-        batch = inputs.locals["query"].size(0)
-        self._causal: bool = kwargs.get("sparse_mode", 3) == 3
-        self._block: int = kwargs.get("sparse_block_size", 1)
-        self.windows: tuple[KeyWindow, ...] = view.windows(batch, (queries, keys), self._causal)
-        view.window = self.attention_window(0)
+        sides = [names.get(side, side) for side in ("query", "key")]
+        given = [kwargs.get(name) if name in names.values() else None for name in sides]
+        lengths = check_lengths(view.where, view, sides, given, inputs.locals["query"].size(0))
+        indices = inputs.locals.get("topk_indices")
+        if indices is not None:
+            check_documents(view.where, "topk_indices", indices, view, lengths, self._block)
+        return lengths
 
     def attention_window(self, index: int) -> AttentionWindow:
         """Return what `hp_mesh.attention_window` answers during a call."""
@@ -79,7 +110,7 @@ class LocalCall:
         values = []
         for argument in inputs.arguments:
             if argument.role == "keys":
-                whole = self._wholes[argument.name]
+                whole = self.wholes[argument.name]
                 if id(whole) not in cut:
                     start = window.keys[0]
                     cut[id(whole)] = whole.narrow(plan.seq_dim, start, window.num_keys).contiguous()
