@@ -64,13 +64,23 @@ def blocks(text: str) -> list[Block]:
     return found
 
 
+# a page ends with its last example; a rank that then exits while a peer still uses gloo's threads
+# is, now and then, aborted by the C++ runtime
+LEAVING = """
+import torch.distributed
+if torch.distributed.is_initialized():
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+"""
+
+
 def program(text: str) -> str:
     """Return the page with everything blanked out but the Python that runs, lines kept."""
     lines = [""] * len(text.splitlines())
     for block in blocks(text):
         if block.language == "python" and block.not_run is None:
             lines[block.line : block.line + len(block.lines)] = block.lines
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + LEAVING
 
 
 TRANSLATED = [ROOT / "README.zh.md", *sorted((GUIDE / "zh").glob("*.md"))]
