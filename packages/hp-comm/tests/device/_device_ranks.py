@@ -220,7 +220,7 @@ def run_all(device: torch.device) -> dict[str, str]:
                 problem = ""
                 try:
                     check(me, dtype, uneven)
-                except Exception:
+                except Exception:  # told to every rank below, and a failed test of the parent
                     problem = f"rank {me.rank}:\n{traceback.format_exc()}"
                 problems: list[Any] = [None] * me.size
                 dist.all_gather_object(problems, problem)

@@ -28,7 +28,7 @@ def _device() -> str:
 
 
 if not _device():
-    pytest.skip("no accelerator here", allow_module_level=True)
+    pytest.skip("no GPU or NPU here, for which these are compiled", allow_module_level=True)
 
 from hp_comm.kernels import launch, launch_heads, launch_merge  # noqa: E402 - they import triton
 
@@ -127,7 +127,7 @@ def test_merged_partials_hold_the_tolerance(dtype: torch.dtype) -> None:
 
 
 def test_a_tensor_of_more_than_2_31_elements_is_moved_right() -> None:
-    """Offsets are int64: the last heads of a tensor of 4.3 billion bytes arrive."""
+    """Offsets are int64: the last heads of a tensor of 2.2 billion numbers arrive."""
     x = torch.zeros(1, 2**17, 130, 128, dtype=torch.uint8, device=DEVICE)
     x[0, -1] = torch.arange(128, device=DEVICE, dtype=torch.uint8)
     cut = ([2], [65, 65], [], [1, 2])

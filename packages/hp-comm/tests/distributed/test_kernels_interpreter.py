@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 pytest.importorskip("triton", reason="no triton here; nox -s npu_compile and cuda_compile run it")
+# triton reads it when it is imported, so a test cannot set it; the nox sessions do
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the kernels run on a CPU only under TRITON_INTERPRET=1", allow_module_level=True)
 

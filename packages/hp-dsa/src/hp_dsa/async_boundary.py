@@ -51,7 +51,7 @@ class AsyncDSABoundary(TakesHandoffs, DSABoundary):
         """Do as the synchronous boundary does, but wait for what was sent ahead."""
         try:
             call = super().enter(module, args, kwargs)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: peers have sent their part; raised again below
             self.flush()  # also what was claimed: nobody will ask for it again
             raise
         self.release(call.inputs.under_way)

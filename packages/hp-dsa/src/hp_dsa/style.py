@@ -7,6 +7,7 @@ tensor is the sum over the ranks, by one reduce-scatter, never divided.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, cast
 
@@ -148,8 +149,9 @@ class DSAStyle(BoundaryStyle):
             return cast("Sequence[Result]", self.outputs)
         return self._default_kinds(count)
 
+    @abstractmethod
     def _default_kinds(self, count: int) -> Sequence[Result] | None:
-        raise NotImplementedError
+        """Return what ``count`` plain outputs of this style's operator are."""
 
     def make_boundary(self, module: nn.Module, device_mesh: DeviceMesh) -> DSABoundary:
         """Return the boundary around ``module``; a mesh of several axes is flattened."""

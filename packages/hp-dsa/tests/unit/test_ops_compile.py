@@ -13,6 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="no triton here; nox -s cuda_compile runs it")
+# under the interpreter jit functions are plain Python; nox -s cuda_compile runs this without it
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 

@@ -373,7 +373,7 @@ def _no_gpu() -> bool:
     return not torch.cuda.is_available()
 
 
-@pytest.mark.skipif(not _no_gpu(), reason="a GPU is here")
+@pytest.mark.skipif(not _no_gpu(), reason="the error is that of a machine without a GPU")
 @pytest.mark.parametrize("device", ["cuda", "npu", "ascend910b3"])
 def test_a_device_that_is_not_here_is_one_sentence_and_exit_code_5(device: str) -> None:
     """No traceback, no file, and the way out."""
@@ -387,7 +387,7 @@ def test_a_device_that_is_not_here_is_one_sentence_and_exit_code_5(device: str) 
     assert list(Path.cwd().iterdir()) == []
 
 
-@pytest.mark.skipif(_has("triton"), reason="a triton is here")
+@pytest.mark.skipif(_has("triton"), reason="the error is that of an environment without triton")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

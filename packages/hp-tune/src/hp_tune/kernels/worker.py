@@ -98,7 +98,7 @@ class Worker:
                 f"the process that opens the device must answer, and {self._ended()}",
                 "see what it wrote above",
             ) from None
-        except BaseException:
+        except BaseException:  # Ctrl-C too: no process may stay behind; raised again below
             self.close()
             raise
         if isinstance(answer, Facts):
