@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hp_comm import Handle, HeadWork, gather_seq, preflight, seq_to_head
-from hp_cp.core_boundary import Call, CPBoundary
+from hp_cp.call import Call
+from hp_cp.core_boundary import CPBoundary
+from hp_cp.heads import HeadTable
 from hp_cp.inputs import LABELS, LENGTH, Inputs, advise
-from hp_cp.plan import HeadTable
 from hp_cp.prepared import check_work, describe, done
 from hp_mesh.handoff import split_output
 from hp_mesh.handoffs import HandoffState, TakesHandoffs

@@ -169,4 +169,6 @@ class AsyncContextParallel(ContextParallel):
     def _boundary(self, plan: Plan, device_mesh: DeviceMesh) -> CPBoundary:
         if self.head_groups > 1:
             return GroupedBoundary(self, plan, device_mesh)
+        if plan.load_balance:
+            return super()._boundary(plan, device_mesh)
         return AsyncBoundary(self, plan, device_mesh)

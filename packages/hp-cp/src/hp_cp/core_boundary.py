@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from hp_comm import exchange_head_tail, gather_seq, head_to_seq, preflight, seq_to_head
+from hp_comm import gather_seq, head_to_seq, preflight, seq_to_head
+from hp_cp.call import Call
 from hp_cp.inputs import LABELS, Inputs, advise, read_inputs
 from hp_cp.kv_refetch import GatheredKV
 from hp_cp.output import OutputDims, output_dims
@@ -21,43 +21,20 @@ from hp_cp.plan import Plan
 from hp_cp.prepared import done, without_works
 from hp_mesh._torch import from_local
 from hp_mesh.arguments import map_outputs, read_slots, replace_slots
-from hp_mesh.boundary import Boundary, Entry, inner_hooks
-from hp_mesh.checks import fail, require
+from hp_mesh.boundary import Boundary
+from hp_mesh.checks import fail
 from hp_mesh.mesh import flatten_mesh, require_ascending, split_cp_mesh
 from hp_mesh.placement import compose
-from hp_mesh.recorder import Recorder, may_forget
 from hp_mesh.view import View
 
 if TYPE_CHECKING:
     from hp_cp.style import ContextParallel
 
-__all__ = ["CPBoundary", "Call"]
-
-
-def _version(x: Tensor) -> int:
-    """Return how often ``x`` was written in place; tensors of inference mode do not count."""
-    return 0 if x.is_inference() else x._version
+__all__ = ["CPBoundary"]
 
 
 _applied: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 """How many boundaries each CP group has: ranks that are in different modules must not be paired."""
-
-
-@dataclass
-class Call(Entry):
-    """What one call of the module keeps between its hooks.
-
-    Attributes:
-        inputs: q, k and v as they came; the output is laid out as q was.
-        tail: Second half of the work under load balance: q of the mirror rank's tail.
-        versions: Under load balance, how often k and v had been written before the first call.
-        recorder: Under ``keep_kv=False``, what keeps K and V out of the graph.
-    """
-
-    inputs: Inputs
-    tail: Tensor | None = None
-    versions: list[int] = field(default_factory=list)
-    recorder: Recorder | None = None
 
 
 class CPBoundary(Boundary[Call]):
@@ -122,21 +99,11 @@ class CPBoundary(Boundary[Call]):
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Select q, k, v; check; compare with the other ranks; send; wrap; describe the view."""
-        if self.plan.load_balance:
-            self._refuse_inner_hooks(module, "load_balance")
         inputs = self._agree(args, kwargs)
         q, k, v = self._send(inputs)
-        tail = None
-        if self.plan.load_balance:
-            q, own_tail = q.chunk(2, dim=inputs.dims[0])
-            tail = exchange_head_tail(own_tail, self.group)
         view = self._view(inputs)
         args, kwargs = self._hand_over(args, kwargs, inputs, view, (q, k, v))
-        if tail is not None:
-            tail = self._wrap(tail, 0, inputs, view)
-        call = Call(args, kwargs, view, inputs, tail)
-        if tail is not None:
-            call.versions = [_version(x) for x in read_slots(args, kwargs, inputs.slots)[1:]]
+        call = Call(args, kwargs, view, inputs)
         self._forget(call, inputs, (k, v), args, kwargs)
         return call
 
@@ -156,51 +123,8 @@ class CPBoundary(Boundary[Call]):
             entry.recorder.close()
 
     def _leave(self, module: nn.Module, entry: Call, output: Any) -> Any:
-        if entry.tail is None:
-            with entry.view.paused():
-                return self._map(
-                    entry, output, lambda x: self._restore(entry, *self._return(entry, x))
-                )
-        heads: list[tuple[Tensor, OutputDims]] = []
         with entry.view.paused():
-            self._map(entry, output, lambda x: heads.append(self._return(entry, x)))
-        self._refuse_writes(entry)
-        _, entry.view.window = self.plan.rows(self.rank, self._length(entry.inputs))
-        args, kwargs = replace_slots(entry.args, entry.kwargs, entry.inputs.slots[:1], [entry.tail])
-        second = module.forward(*args, **kwargs)
-        queue = iter(heads)
-
-        def join(x: Tensor) -> Tensor:
-            head, dims = next(queue)
-            tail, _ = self._return(entry, x)
-            own_tail = exchange_head_tail(tail, self.group)
-            return self._restore(entry, torch.cat([head, own_tail], dim=dims.seq_dim), dims)
-
-        with entry.view.paused():
-            return self._map(entry, second, join, several="load_balance")
-
-    def _refuse_writes(self, entry: Call) -> None:
-        """Refuse a module that writes to k or v: the second call would see what the first wrote."""
-        now = read_slots(entry.args, entry.kwargs, entry.inputs.slots)[1:]
-        require(
-            [_version(x) for x in now] == entry.versions,
-            self.where,
-            "with load_balance the module is called twice with the same k and v, which it must not "
-            "write to in place",
-            "write to a copy (k = k * 2 and not k *= 2), or set load_balance=False",
-        )
-
-    def _refuse_inner_hooks(self, module: nn.Module, several: str) -> None:
-        """Refuse hooks that would see one of the calls that ``several`` makes, and not the rest."""
-        hooks = inner_hooks(module)
-        require(
-            not hooks,
-            self.where,
-            f"with {several} {type(module).__name__} is called several times, and its "
-            f"hooks {hooks} would run for one call only; there must be none between those of "
-            f"{self.where}",
-            "put them on the module around it: pre-hooks there, or before the style is applied",
-        )
+            return self._map(entry, output, lambda x: self._restore(entry, *self._return(entry, x)))
 
     def _view(self, inputs: Inputs) -> View:
         """Describe what the first call of the module computes on this rank."""
@@ -224,6 +148,10 @@ class CPBoundary(Boundary[Call]):
     def _length(self, inputs: Inputs) -> int:
         """Return the global sequence length."""
         return inputs.locals[0].size(inputs.dims[0]) * self.plan.cp_size
+
+    def _view_length(self, inputs: Inputs) -> int:
+        """Return the length of the sequence of q inside the boundary."""
+        return self._length(inputs)
 
     def _hand_over(
         self,
@@ -299,13 +227,8 @@ class CPBoundary(Boundary[Call]):
         kwargs: dict[str, Any],
     ) -> None:
         """Under ``keep_kv=False``, keep ``gathered`` (K, V) out of the graph that follows."""
-        if inputs.shards is None or self.colossal_group is None:
+        if inputs.shards is None or self.colossal_group is None or not call.may_forget():
             return
-        recorder = call.recorder
-        if recorder is None:
-            if not may_forget():
-                return
-            recorder = Recorder(call.view)
         alone = self.plan.mode == "colossal" and not self.plan.load_balance
         # a DTensor's local tensor does not count the changes of the DTensor
         outside = () if self.ulysses_group is not None else inputs.tensors[1:]
@@ -321,11 +244,7 @@ class CPBoundary(Boundary[Call]):
             dense=self.wants_dense,
             overlap=not alone or self.style.head_groups > 1,
         )
-        handed = read_slots(args, kwargs, inputs.slots)[1:]
-        recorder.watch(source, list(zip(gathered, handed, strict=True)))
-        if call.recorder is None:
-            call.recorder = recorder
-            recorder.open()
+        call.take_notes_of(source, gathered, read_slots(args, kwargs, inputs.slots)[1:])
 
     def expand(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
         """Give each query head a KV head of its own where they do not share them evenly."""
@@ -405,7 +324,7 @@ class CPBoundary(Boundary[Call]):
             head_dim=self.style.output_head_dim,
             heads=(view.heads, view.num_heads),
             has_heads=self.plan.ulysses_degree > 1,
-            view_length=self._length(inputs) // (2 if self.plan.load_balance else 1),
+            view_length=self._view_length(inputs),
         )
         return dims.take(output, view), dims
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Literal
 from hp_mesh.window import mirror_rank
 
 if TYPE_CHECKING:
-    from hp_cp.plan import HeadTable, Mode, Plan
+    from hp_cp.heads import HeadTable
+    from hp_cp.plan import Mode, Plan
 
 __all__ = ["Collective", "Description", "describe"]
 

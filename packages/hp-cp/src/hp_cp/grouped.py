@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from hp_comm import Handle, gather_seq, head_to_seq, seq_to_head
-from hp_cp.core_boundary import Call, CPBoundary
+from hp_cp.call import Call, refuse_inner_hooks
+from hp_cp.core_boundary import CPBoundary
 from hp_cp.inputs import Inputs
 from hp_cp.output import OutputDims
 from hp_cp.prepared import done
@@ -135,7 +136,7 @@ class GroupedBoundary(CPBoundary):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _GroupedCall:
         """Start the exchanges of the first groups."""
-        self._refuse_inner_hooks(module, "head_groups")
+        refuse_inner_hooks(module, "head_groups", self.where)
         inputs = self._agree(args, kwargs)
         groups = [_Group(self, part) for part in self._split(inputs)]
         for group in groups[: 1 + self._ahead]:

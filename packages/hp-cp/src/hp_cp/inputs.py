@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_cp.plan import HeadTable, Plan, resolve_dims
+from hp_cp.heads import HeadTable
+from hp_cp.plan import Plan
 from hp_cp.prepared import Works, describe, read_works
+from hp_cp.style_arguments import resolve_dims
 from hp_mesh.arguments import Slot, find_slots, read_slots
 from hp_mesh.checks import fail, require
 from hp_mesh.handoff import Waitable

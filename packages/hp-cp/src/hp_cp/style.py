@@ -21,9 +21,11 @@ from collections.abc import Sequence
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hp_cp.balanced import BalancedBoundary
 from hp_cp.core_boundary import CPBoundary
 from hp_cp.handlers import register_attention_handlers
-from hp_cp.plan import Plan, check_style_arguments, make_plan
+from hp_cp.plan import Plan, make_plan
+from hp_cp.style_arguments import check_style_arguments
 from hp_mesh.boundary import BoundaryStyle
 from hp_mesh.checks import require
 
@@ -152,4 +154,5 @@ class ContextParallel(BoundaryStyle):
         return self._boundary(plan, device_mesh)
 
     def _boundary(self, plan: Plan, device_mesh: DeviceMesh) -> CPBoundary:
-        return CPBoundary(self, plan, device_mesh)
+        kind = BalancedBoundary if plan.load_balance else CPBoundary
+        return kind(self, plan, device_mesh)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hp_cp.description import Description
-from hp_cp.plan import Plan, check_style_arguments, make_plan, resolve_dims
+from hp_cp.plan import Plan, make_plan
+from hp_cp.style_arguments import check_style_arguments, resolve_dims
 
 CP = "ContextParallel"
 

@@ -1,0 +1,98 @@
+"""What a constructor can know to be wrong, before there is a mesh or a tensor; no torch."""
+
+from __future__ import annotations
+
+from hp_mesh.checks import fail, require, require_positive
+
+__all__ = ["check_degree", "check_style_arguments", "resolve_dims"]
+
+
+def check_style_arguments(
+    where: str,
+    *,
+    ulysses_degree: int | None,
+    load_balance: bool,
+    seq_dim: int,
+    head_dim: int,
+) -> None:
+    """Refuse what a constructor can know to be wrong, before there is a mesh or a tensor."""
+    check_degree(where, ulysses_degree, load_balance)
+    for name, dim in (("seq_dim", seq_dim), ("head_dim", head_dim)):
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise fail(
+                where, f"{name} ({dim!r}) must be an integer", "BSHD is seq_dim=1, head_dim=2"
+            )
+    require(
+        seq_dim != head_dim,
+        where,
+        f"seq_dim ({seq_dim}) must differ from head_dim ({head_dim})",
+        "BSHD is seq_dim=1, head_dim=2 and BNSD is seq_dim=2, head_dim=1",
+    )
+    require(
+        seq_dim != -1,
+        where,
+        "seq_dim (-1) must not be the last dim, which holds the head size",
+        "BSHD is seq_dim=1, head_dim=2",
+    )
+    require(
+        head_dim != -1 or ulysses_degree == 1,
+        where,
+        "head_dim (-1) must not be the last dim, which holds the head size",
+        "BSHD is seq_dim=1, head_dim=2; ulysses_degree=1 needs no head dim",
+    )
+
+
+def resolve_dims(
+    where: str, ndim: int, seq_dim: int, head_dim: int, *, needs_heads: bool = True
+) -> tuple[int, int]:
+    """Return ``(seq_dim, head_dim)`` counted from 0 for a tensor of ``ndim`` dims, or refuse them.
+
+    With ``needs_heads=False`` (Colossal on ``[B, S, H*D]``) ``head_dim`` may name anything.
+    """
+    layouts = "BSHD is seq_dim=1, head_dim=2, BNSD 2, 1, TND 0, 1"
+    resolved = []
+    for name, dim in (("seq_dim", seq_dim), ("head_dim", head_dim)):
+        required = name == "seq_dim" or needs_heads
+        require(
+            not required or -ndim <= dim < ndim,
+            where,
+            f"{name} ({dim}) must be a dim of a {ndim}-D tensor",
+            layouts,
+        )
+        index = dim % ndim if -ndim <= dim < ndim else dim
+        require(
+            not required or index != ndim - 1,
+            where,
+            f"{name} ({dim}) must not be the last dim ({ndim}-D tensor), which holds the head size",
+            layouts,
+        )
+        resolved.append(index)
+    seq, head = resolved
+    require(
+        not needs_heads or seq != head,
+        where,
+        f"seq_dim ({seq_dim}) must differ from head_dim ({head_dim}): both are dim {seq} "
+        f"of a {ndim}-D tensor",
+        layouts,
+    )
+    return seq, head
+
+
+def check_degree(where: str, ulysses_degree: int | None, load_balance: bool) -> None:
+    """Refuse a degree that is none, and load balance outside Colossal."""
+    if ulysses_degree is not None:
+        require_positive(
+            where, "ulysses_degree", ulysses_degree, "use None for Ulysses over all CP ranks"
+        )
+    require(
+        isinstance(load_balance, bool),
+        where,
+        f"load_balance ({load_balance!r}) must be True or False",
+    )
+    require(
+        not load_balance or ulysses_degree == 1,
+        where,
+        f"load_balance (True) requires ulysses_degree=1, not ulysses_degree ({ulysses_degree})",
+        "set ulysses_degree=1, or leave load_balance off: "
+        "Ulysses ranks see the whole sequence and are balanced without it",
+    )
