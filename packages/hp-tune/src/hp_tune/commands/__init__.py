@@ -1,0 +1,52 @@
+"""The commands of ``hp-tune``: read options, ask the engine, print.
+
+Each command is one file, imported when it is run: the program answers in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import click
+
+__all__ = ["cli"]
+
+HOMES = {
+    "search": "hp_tune.commands.search",
+    "show": "hp_tune.commands.show",
+    "presets": "hp_tune.commands.presets",
+    "kernels": "hp_tune.kernels.command",
+}
+"""Where each command lives; a module has its command under the command's own name."""
+
+SHORT_HELP = {
+    "search": "Rank every configuration for a model on a cluster; write the best as a plan.",
+    "show": "Show a plan (plan.json) or a study (its Journal file).",
+    "presets": "List models and clusters, or show one with the source of each number.",
+    "kernels": "Tune the launch parameters of the pack, unpack and merge kernels.",
+}
+"""What ``hp-tune --help`` says of each, so that it imports none of them."""
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(HOMES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        home = HOMES.get(cmd_name)
+        if home is None:
+            return None
+        command: click.Command = getattr(import_module(home), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, SHORT_HELP[name]) for name in HOMES])
+
+
+@click.group(
+    cls=_LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+def cli() -> None:
+    """Choose how to parallelise attention over the sequence, and say why."""

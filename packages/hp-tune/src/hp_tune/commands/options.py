@@ -1,0 +1,84 @@
+"""Options and values that several commands read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from hp_tune.errors import UsageError
+
+if TYPE_CHECKING:
+    from hp_tune.model import Model
+    from hp_tune.workload import Layout, Workload
+
+__all__ = ["count_option", "json_option", "read_workload", "tell"]
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any] | click.Command)
+
+
+def json_option(text: str = "Print JSON.") -> Callable[[Decorated], Decorated]:
+    """Add ``--json``, which every command has, as the parameter ``as_json``."""
+    return click.option("--json", "as_json", is_flag=True, help=text)
+
+
+def _count(value: str) -> int:
+    """Read a positive whole number; ``128K`` is 131072."""
+    match = re.fullmatch(r"([0-9]+)([kKmM]?)", str(value).replace("_", ""))
+    if match is None or int(match[1]) == 0:
+        raise click.BadParameter(
+            f"{value!r} must be a whole number of at least 1, such as 131072 or 128K"
+        )
+    return int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
+
+
+def count_option(
+    name: str, text: str, *, required: bool = False, default: int | None = None
+) -> Callable[[Decorated], Decorated]:
+    """Add an option that takes a positive whole number, such as 128K."""
+    shown = default is not None
+    return click.option(
+        name, type=_count, metavar="N", help=text, required=required, default=default,
+        show_default=shown,
+    )  # fmt: skip
+
+
+def read_workload(model: Model, options: dict[str, Any]) -> Workload:
+    """Return the workload that the options of ``search`` describe."""
+    from hp_tune.workload import Dtype, Workload
+
+    causal = model.causal if options["causal"] is None else options["causal"]
+    dtype: Dtype = options["dtype"] or model.dtype
+    return Workload(
+        seq_len=options["seq"],
+        cp_size=options["cp"],
+        tp_size=options["tp"],
+        world_size=options["world"],
+        batch=options["batch"],
+        dtype=dtype,
+        layout=_layout(options["layout"]),
+        causal=causal,
+        skips_masked=not options["dense_mask"],
+        handoffs=options["handoffs"],
+        recompute=options["recompute"] == "on",
+    )
+
+
+def _layout(name: str) -> Layout:
+    from hp_mesh.layout import layout
+
+    try:
+        found = layout(name)
+    except ValueError as error:
+        raise UsageError(f"--layout: {error}") from None
+    if found.head_dim is None:
+        raise UsageError(f"--layout ({name}) must have a dim of heads", "use BSHD or SBHD")
+    known: Layout = found.name  # type: ignore[assignment]
+    return known
+
+
+def tell(sentence: str) -> None:
+    """Say a sentence on stderr while a command runs."""
+    click.echo(f"hp-tune: {sentence}", err=True)

@@ -1,0 +1,31 @@
+"""``hp-tune presets``: the models and clusters that come along."""
+
+from __future__ import annotations
+
+import click
+
+from hp_tune.commands.options import json_option
+from hp_tune.errors import UsageError
+
+__all__ = ["presets"]
+
+
+@click.command()
+@click.argument("name", required=False)
+@json_option()
+def presets(name: str | None, as_json: bool) -> None:
+    """List models and clusters, or show one of them with the source of each number."""
+    from hp_tune import render
+    from hp_tune.cluster_files import cluster_presets, read_cluster
+    from hp_tune.hf_config import model_presets, read_model
+
+    if name is None:
+        models = [read_model(known) for known in model_presets()]
+        render.presets(models, [read_cluster(known) for known in cluster_presets()], as_json)
+    elif name in cluster_presets():
+        render.cluster(read_cluster(name), as_json)
+    elif name.lower() in {known.lower() for known in model_presets()}:
+        render.model(read_model(name), as_json)
+    else:
+        known = ", ".join([*model_presets(), *cluster_presets()])
+        raise UsageError(f"there is no preset {name!r}", f"presets: {known}")

@@ -1,0 +1,1 @@
+"""Measured trials: a configuration run under torchrun, checked, proved active, timed."""
