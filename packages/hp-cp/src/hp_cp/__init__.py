@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hp_cp.plan import Plan, make_plan
     from hp_cp.prepared import PreparedAttention
     from hp_cp.style import ContextParallel
+    from hp_mesh.fsdp import check_fsdp_mesh
     from hp_mesh.handoff import Handoff
     from hp_mesh.mesh import flatten_mesh, init_device_mesh
     from hp_mesh.parallelize import parallelize_module
@@ -28,6 +29,7 @@ __all__ = [
     "Plan",
     "PreparedAttention",
     "attention_window",
+    "check_fsdp_mesh",
     "flatten_mesh",
     "init_device_mesh",
     "make_plan",
@@ -44,6 +46,7 @@ __getattr__, __dir__ = lazy_names(
         "Plan": "hp_cp.plan",
         "PreparedAttention": "hp_cp.prepared",
         "attention_window": "hp_mesh.view",
+        "check_fsdp_mesh": "hp_mesh.fsdp",
         "flatten_mesh": "hp_mesh.mesh",
         "init_device_mesh": "hp_mesh.mesh",
         "make_plan": "hp_cp.plan",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         DSASparseAttentionContextParallel,
     )
     from hp_mesh import attention_window, flatten_mesh, init_device_mesh, parallelize_module
+    from hp_mesh.fsdp import check_fsdp_mesh
     from hp_mesh.handoff import Handoff
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "DSASparseAttentionContextParallel",
     "Handoff",
     "attention_window",
+    "check_fsdp_mesh",
     "flatten_mesh",
     "init_device_mesh",
     "make_plan",
@@ -58,6 +60,7 @@ __getattr__, __dir__ = lazy_names(
         "DSASparseAttentionContextParallel": "hp_dsa.styles",
         "Handoff": "hp_mesh.handoff",
         "attention_window": "hp_mesh.view",
+        "check_fsdp_mesh": "hp_mesh.fsdp",
         "flatten_mesh": "hp_mesh.mesh",
         "init_device_mesh": "hp_mesh.mesh",
         "make_plan": "hp_dsa.plan",

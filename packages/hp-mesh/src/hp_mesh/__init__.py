@@ -11,6 +11,7 @@ from hp_mesh.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hp_mesh.boundary import BoundaryStyle
+    from hp_mesh.fsdp import check_fsdp_mesh
     from hp_mesh.layout import Layout, layout
     from hp_mesh.mesh import Mesh, flatten_mesh, init_device_mesh, split_cp_mesh
     from hp_mesh.parallelize import parallelize_module
@@ -32,6 +33,7 @@ __all__ = [
     "Layout",
     "Mesh",
     "attention_window",
+    "check_fsdp_mesh",
     "flatten_mesh",
     "init_device_mesh",
     "join_sequence",
@@ -55,6 +57,7 @@ __getattr__, __dir__ = lazy_names(
         "Layout": "hp_mesh.layout",
         "Mesh": "hp_mesh.mesh",
         "attention_window": "hp_mesh.view",
+        "check_fsdp_mesh": "hp_mesh.fsdp",
         "flatten_mesh": "hp_mesh.mesh",
         "init_device_mesh": "hp_mesh.mesh",
         "join_sequence": "hp_mesh.sequence",

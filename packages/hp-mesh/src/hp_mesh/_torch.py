@@ -10,10 +10,11 @@ import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -495,3 +496,45 @@ def current_mesh() -> DeviceMesh:
 
     mesh: DeviceMesh = _mesh_resources.get_current_mesh()
     return mesh
+
+
+# -- FSDP2 keeps what it was given in a private state ---------------------------------------------
+
+
+@dataclass(frozen=True)
+class ManagedParameter:
+    """A parameter that `fully_shard` manages.
+
+    Attributes:
+        places: The modules that hold it, each with its name there; several if it is shared.
+        shard: This rank's shard.
+        mesh: The mesh of data parallelism, as `fully_shard` was given it.
+    """
+
+    places: tuple[tuple[nn.Module, str], ...]
+    shard: DTensor
+    mesh: DeviceMesh
+
+
+def fsdp_parameters(model: nn.Module) -> list[ManagedParameter]:
+    """Return the parameters under ``model`` that `fully_shard` manages.
+
+    From FSDP's state and not from ``model.parameters()``: between forward and backward those may be
+    the unsharded ones.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    groups = [
+        group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    ]
+    found = []
+    for managed in (parameter for group in groups for parameter in group.fsdp_params):
+        held: Any = managed._module_info
+        shared = zip(held.shared_modules, held.shared_param_names, strict=True)
+        places = ((held.module, held.param_name), *shared)
+        shard: Any = managed.sharded_param
+        found.append(ManagedParameter(places, shard, managed.mesh_info.mesh))
+    return found
