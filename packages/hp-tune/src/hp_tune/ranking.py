@@ -12,7 +12,18 @@ from hp_tune.memory import MemoryUse
 from hp_tune.model import Model
 from hp_tune.workload import Config, Workload
 
-__all__ = ["Flip", "Ranked", "find_flips", "six_digits"]
+__all__ = [
+    "Flip",
+    "Ranked",
+    "assumed_numbers",
+    "at_least",
+    "ends_of",
+    "find_flips",
+    "matters",
+    "priced_again",
+    "six_digits",
+    "with_number",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +64,24 @@ def find_flips(
     Fractions go up to 1 at most.
     """
     best = ranking[0].config
-    for name, value in _assumed(cluster):
-        if not _matters(name, cluster, workload, ranking):
+    for name, value in assumed_numbers(cluster):
+        if not matters(name, cluster, workload, ranking):
             continue
-        limit = 1.0 if name.endswith(_FRACTIONS) else float("inf")
-        lowest = 1.0 if name.endswith(_FACTORS) else 0.0
-        for other in (max(value * 0.3, lowest), min(value * 3, limit)):
-            changed = _with_number(cluster, name, other)
-            first = _again(model, changed, workload, ranking[0])
+        for other in ends_of(name, value):
+            changed = with_number(cluster, name, other)
+            first = priced_again(model, changed, workload, ranking[0])
             rivals = [
-                _again(model, changed, workload, ranked)
+                priced_again(model, changed, workload, ranked)
                 for ranked in ranking[1:]
-                if _at_least(ranked.prediction, name) <= first.prediction.seconds
+                if at_least(ranked.prediction, name) <= first.prediction.seconds
             ]
             again = min([first, *rivals], key=lambda ranked: ranked.order)
             if again.config != best:
                 yield Flip(name, value, six_digits(other), again.config)
 
 
-def _assumed(cluster: Cluster) -> list[tuple[str, float]]:
+def assumed_numbers(cluster: Cluster) -> list[tuple[str, float]]:
+    """Return the name and value of each number that nobody measured and that time depends on."""
     found = [("device", cluster.device), *((f"tiers.{t.name}", t) for t in cluster.tiers)]
     return [
         (f"{where}.{key}", value.value)
@@ -81,11 +91,12 @@ def _assumed(cluster: Cluster) -> list[tuple[str, float]]:
     ]
 
 
-def _again(model: Model, cluster: Cluster, workload: Workload, ranked: Ranked) -> Ranked:
+def priced_again(model: Model, cluster: Cluster, workload: Workload, ranked: Ranked) -> Ranked:
+    """Return the configuration as it is predicted on another cluster."""
     return replace(ranked, prediction=predict(model, cluster, workload, ranked.config))
 
 
-def _at_least(found: Prediction, name: str) -> float:
+def at_least(found: Prediction, name: str) -> float:
     """Return a time that a prediction cannot go below when one number is 0.3 or 3 times as large.
 
     Only terms with that number behind them change, each to no less than 0.3 of its time.
@@ -99,7 +110,14 @@ def _at_least(found: Prediction, name: str) -> float:
     return found.seconds - 0.7 * sum(affected)
 
 
-def _matters(name: str, cluster: Cluster, workload: Workload, ranking: Sequence[Ranked]) -> bool:
+def ends_of(name: str, value: float) -> tuple[float, float]:
+    """Return 0.3 and 3 times a number; a fraction stays below 1 and a factor above it."""
+    limit = 1.0 if name.endswith(_FRACTIONS) else float("inf")
+    lowest = 1.0 if name.endswith(_FACTORS) else 0.0
+    return max(value * 0.3, lowest), min(value * 3, limit)
+
+
+def matters(name: str, cluster: Cluster, workload: Workload, ranking: Sequence[Ranked]) -> bool:
     """Return whether a prediction can depend on a number: not on tiers that no group reaches."""
     if name == "device.overlap_slowdown":
         return any(ranked.config.overlap for ranked in ranking)
@@ -116,7 +134,8 @@ _FRACTIONS = ("efficiency", "overlap_slowdown")
 _FACTORS = ("oversubscription", "ranks_per_nic")
 
 
-def _with_number(cluster: Cluster, name: str, value: float) -> Cluster:
+def with_number(cluster: Cluster, name: str, value: float) -> Cluster:
+    """Return the cluster with another value for the number of that name."""
     where, key = name.rsplit(".", 1)
 
     def changed(described: Any) -> Any:
