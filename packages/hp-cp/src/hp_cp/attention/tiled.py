@@ -2,7 +2,9 @@ r"""Exact attention in plain torch that never holds a score matrix larger than o
 
 For what fused kernels leave to torch's math path (dropout, a V head size other than K's, masks that
 need a gradient, unusual dtypes): same numbers, on any device, in memory independent of ``Lq * K``.
-The forward keeps ``out`` and the log-sum-exp of each row; the backward recomputes tile by tile::
+The forward keeps ``out`` and, of each row, the largest score and the sum of ``exp(score - largest)``;
+the backward recomputes tile by tile. One log-sum-exp would not do: beside a score of -1e9, as padding
+masks write it, the logarithm of the sum is lost in rounding::
 
     keys    0     t     2t    3t            # tiles above the causal diagonal are skipped
     rows 0  [ s ] [ \ ]
@@ -177,7 +179,7 @@ class _TiledAttention(torch.autograd.Function):
         kv_heads, K, Dv = v.shape[1:]
         dtype = _accumulation_dtype(q.dtype)
         out = q.new_empty(B, H, Lq, Dv)
-        lse = q.new_empty(B, H, Lq, 1, dtype=dtype)
+        base, norms = (q.new_empty(B, H, Lq, 1, dtype=dtype) for _ in range(2))
         grouped = None if mask is None else _grouped(mask, kv_heads)
         for rows in job.row_tiles(Lq):
             t = rows[1] - rows[0]
@@ -192,21 +194,22 @@ class _TiledAttention(torch.autograd.Function):
                 s = s.flatten(2, 3)
                 new_peak = torch.maximum(peak, s.amax(-1, keepdim=True))
                 # a row that saw no key yet has peak -inf; 0 in its place keeps exp(-inf) = 0
-                base = new_peak.masked_fill(new_peak == -math.inf, 0.0)
-                p = s.sub_(base).exp_()
-                decay = (peak - base).exp_()
+                shift = new_peak.masked_fill(new_peak == -math.inf, 0.0)
+                p = s.sub_(shift).exp_()
+                decay = (peak - shift).exp_()
                 norm = norm * decay + p.sum(-1, keepdim=True)
                 if keep is not None:
                     p.mul_(keep.flatten(2, 3))
                 total = total.mul_(decay).add_(p @ vt)
                 peak = new_peak
+            # rows without keys: their weights exp(s - 0) / 1 are 0 in backward, never nan
             empty = norm == 0
-            total.div_(norm.masked_fill(empty, 1.0))
-            # +inf for rows without keys: their weights exp(s - lse) are 0 in backward, never nan
-            row_lse = (peak + norm.log()).masked_fill_(empty, math.inf)
+            norm.masked_fill_(empty, 1.0)
+            total.div_(norm)
             out[:, :, slice(*rows)] = _ungroup(total, t)
-            lse[:, :, slice(*rows)] = _ungroup(row_lse, t)
-        ctx.save_for_backward(q, k, v, mask, out, lse)
+            base[:, :, slice(*rows)] = _ungroup(peak.masked_fill_(empty, 0.0), t)
+            norms[:, :, slice(*rows)] = _ungroup(norm, t)
+        ctx.save_for_backward(q, k, v, mask, out, base, norms)
         ctx.job = job
         return out
 
@@ -215,8 +218,7 @@ class _TiledAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with _without_autocast(grad.device.type):
             wants_mask = ctx.needs_input_grad[3]
-            q, k, v, mask, out, lse = ctx.saved_tensors
-            grads = _gradients(grad, q, k, v, mask, out, lse, ctx.job, wants_mask)
+            grads = _gradients(grad, *ctx.saved_tensors, ctx.job, wants_mask)
             return (*grads, None)
 
 
@@ -227,12 +229,13 @@ def _gradients(
     v: Tensor,
     mask: Tensor | None,
     out: Tensor,
-    lse: Tensor,
+    base: Tensor,
+    norms: Tensor,
     job: _Job,
     wants_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     kv_heads, K = k.shape[1:3]
-    dtype = lse.dtype
+    dtype = norms.dtype
     grad_q = torch.empty_like(q)
     grad_k, grad_v = k.new_zeros(k.shape, dtype=dtype), v.new_zeros(v.shape, dtype=dtype)
     grad_mask = mask.new_zeros(mask.shape, dtype=dtype) if mask is not None and wants_mask else None
@@ -242,7 +245,7 @@ def _gradients(
         t = rows[1] - rows[0]
         qt = _row_block(q, rows, kv_heads, dtype).mul(job.scale)
         do = _row_block(grad, rows, kv_heads, dtype)
-        row_lse = _row_block(lse, rows, kv_heads, dtype)
+        row_base, row_norm = (_row_block(x, rows, kv_heads, dtype) for x in (base, norms))
         # sum over keys of weight * its gradient, dropped weights included, is grad . out
         delta = (do * _row_block(out, rows, kv_heads, dtype)).sum(-1, keepdim=True)
         dq = torch.zeros_like(qt)
@@ -250,7 +253,7 @@ def _gradients(
             kt, vt = k[:, :, slice(*cols)].to(dtype), v[:, :, slice(*cols)].to(dtype)
             s = job.scores(qt, kt, grouped, rows, cols)
             keep = job.keep(s, rows, cols)
-            p = s.flatten(2, 3).sub_(row_lse).exp_()  # [B, Hkv, G*t, c]
+            p = s.flatten(2, 3).sub_(row_base).exp_().div_(row_norm)  # [B, Hkv, G*t, c]
             dp = do @ vt.mT
             if keep is None:
                 grad_v[:, :, slice(*cols)] += p.mT @ do
