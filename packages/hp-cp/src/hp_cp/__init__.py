@@ -12,6 +12,7 @@ from hp_mesh.lazy import lazy_names
 if TYPE_CHECKING:
     from hp_comm.kernels.arithmetic import HeadWork
     from hp_cp.async_style import AsyncContextParallel
+    from hp_cp.packed import packed_attention
     from hp_cp.plan import Plan, make_plan
     from hp_cp.prepared import PreparedAttention
     from hp_cp.style import ContextParallel
@@ -33,6 +34,7 @@ __all__ = [
     "flatten_mesh",
     "init_device_mesh",
     "make_plan",
+    "packed_attention",
     "parallelize_module",
 ]
 
@@ -50,6 +52,7 @@ __getattr__, __dir__ = lazy_names(
         "flatten_mesh": "hp_mesh.mesh",
         "init_device_mesh": "hp_mesh.mesh",
         "make_plan": "hp_cp.plan",
+        "packed_attention": "hp_cp.packed",
         "parallelize_module": "hp_mesh.parallelize",
     },
 )

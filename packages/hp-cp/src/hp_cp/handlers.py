@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from hp_cp.attention import rewrite_fusion_attention, window_sdpa
 from hp_cp.attention.rng import seeded
+from hp_cp.packed import register_packed_attention
 from hp_cp.unwrap import (
     beside_scores,
     block_seed,
@@ -28,6 +29,7 @@ from hp_cp.unwrap import (
     rows_beside,
     shard_range,
 )
+from hp_cp.varlen import register_varlen
 from hp_mesh._torch import from_local, to_local
 from hp_mesh.checks import fail
 from hp_mesh.view import View, register_handler
@@ -42,6 +44,8 @@ def register_attention_handlers() -> None:
     register_handler(torch.dropout, _dropout)
     for version, suffix in ((1, ""), (2, "_v2"), (3, "_v3")):
         register_handler(f"npu::npu_fusion_attention{suffix}", _FusionHandler(version))
+    register_packed_attention()
+    register_varlen()
 
 
 def _sdpa_arguments(

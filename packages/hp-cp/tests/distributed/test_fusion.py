@@ -204,16 +204,16 @@ def test_rotary_parts_of_version_2_are_cut_as_q_and_k_are(case: Case, dressed: b
     ranks(case.P).run(compare, case.but(layout="TND"), lambda: Roped("TND", "_v2", **kwargs))
 
 
-@pytest.mark.parametrize("case", [ULYSSES, COLOSSAL, HYBRID], ids=str)
-def test_documents_of_tnd_are_cut(case: Case) -> None:
-    """Cumulative lengths that end inside a rank's rows, and one that spans ranks."""
+@pytest.mark.parametrize("mode", ["causal", "window", "full"])
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_documents_of_tnd_are_cut(case: Case, mode: str) -> None:
+    """Lengths that end inside a rank's rows, one that spans ranks; halves under load balance."""
     lengths = [5, 17, 24]
-    kwargs = {
-        "atten_mask": COMPRESSED,
-        "sparse_mode": 3,
-        "actual_seq_qlen": lengths,
-        "actual_seq_kvlen": lengths,
-    }
+    kwargs: dict[str, Any] = {"actual_seq_qlen": lengths, "actual_seq_kvlen": lengths}
+    if mode != "full":
+        kwargs |= {"atten_mask": COMPRESSED, "sparse_mode": 3}
+    if mode == "window":
+        kwargs |= {"sparse_mode": 4, "pre_tockens": 3, "next_tockens": 0}
     ranks(case.P).run(compare, case.but(layout="TND"), lambda: Fused("TND", **kwargs))
 
 

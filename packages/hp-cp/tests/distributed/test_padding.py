@@ -15,6 +15,7 @@ from ._compare import EACH, Case, compare, reference
 from ._cores import Sdpa
 
 S, LENGTHS = 24, (24, 9)
+FIRST = torch.tensor([True, False]).view(2, 1, 1, 1)
 CASES = [*EACH, Case(P=3, degree=1, load_balance=True)]
 
 
@@ -40,7 +41,7 @@ MASKS: dict[str, Callable[[], Tensor]] = {
     "causal-right": lambda: _causal(_real("right")),
     "causal-left": lambda: _causal(_real("left")),  # rows before the first token see nothing
     "queries-too": lambda: _causal(_real("right")) & _real("right")[:, None, :, None],
-    "a-sequence-of-padding": lambda: _real("right")[:, None, None, :] & (torch.arange(2) < 1).view(2, 1, 1, 1),
+    "a-sequence-of-padding": lambda: _real("right")[:, None, None, :] & FIRST,
     "queries-alone": lambda: _real("left")[:, None, :, None],
     "float-infinite": lambda: _bias(_causal(_real("left")), -torch.inf),
     "float-smallest": lambda: _bias(_causal(_real("left")), torch.finfo(torch.float64).min),

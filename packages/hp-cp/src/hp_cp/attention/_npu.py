@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import importlib
 import math
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-__all__ = ["COMPRESSED", "causal_attention", "compressed_causal_mask", "takes"]
+__all__ = [
+    "COMPRESSED",
+    "causal_attention",
+    "compressed_causal_mask",
+    "packed_attention",
+    "takes",
+]
 
 COMPRESSED = 2048
 _LARGEST_HEAD_SIZE = 768
@@ -68,5 +75,40 @@ def causal_attention(
         scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
         keep_prob=1.0 - dropout_p,
         sparse_mode=3,
+    )
+    return cast(Tensor, result[0])
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_ends: Sequence[int],
+    key_ends: Sequence[int],
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+) -> Tensor:
+    """Compute attention of documents in layout TND; arguments as `hp_cp.attention.packed` has them.
+
+    Returns:
+        ``[Lq, H, D]``.
+    """
+    torch_npu = importlib.import_module("torch_npu")
+    masked: dict[str, Any] = {}
+    if causal:
+        masked = {"atten_mask": compressed_causal_mask(q.device), "sparse_mode": 3}
+        if window is not None:
+            masked |= {"sparse_mode": 4, "pre_tockens": window - 1, "next_tockens": 0}
+    result = torch_npu.npu_fusion_attention(
+        q,
+        k,
+        v,
+        q.shape[1],
+        "TND",
+        scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        actual_seq_qlen=list(query_ends),
+        actual_seq_kvlen=list(key_ends),
+        **masked,
     )
     return cast(Tensor, result[0])

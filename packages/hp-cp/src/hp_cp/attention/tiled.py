@@ -2,8 +2,8 @@ r"""Exact attention in plain torch that never holds a score matrix larger than o
 
 For what fused kernels leave to torch's math path (dropout, a V head size other than K's, masks that
 need a gradient, unusual dtypes): same numbers, on any device, in memory independent of ``Lq * K``.
-The forward keeps ``out`` and, of each row, the largest score and the sum of ``exp(score - largest)``;
-the backward recomputes tile by tile. One log-sum-exp would not do: beside a score of -1e9, as padding
+The forward keeps ``out`` and, of each row, the largest score and the sum of exponentials beside it;
+backward recomputes tile by tile. A log-sum-exp would not do: next to a score of -1e9, as padding
 masks write it, the logarithm of the sum is lost in rounding::
 
     keys    0     t     2t    3t            # tiles above the causal diagonal are skipped
@@ -218,7 +218,8 @@ class _TiledAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with _without_autocast(grad.device.type):
             wants_mask = ctx.needs_input_grad[3]
-            grads = _gradients(grad, *ctx.saved_tensors, ctx.job, wants_mask)
+            q, k, v, mask, out, base, norms = ctx.saved_tensors
+            grads = _gradients(grad, q, k, v, mask, out, base, norms, ctx.job, wants_mask)
             return (*grads, None)
 
 

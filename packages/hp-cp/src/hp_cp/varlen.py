@@ -1,0 +1,111 @@
+"""``torch.nn.attention.varlen`` inside the boundary: its documents are cut to a rank's rows.
+
+The function calls one operator, which the global view sees; the operator keeps its kernels and its
+backward, and is handed other starts of documents, and the keys that they need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from hp_cp.packed import document_ends
+from hp_cp.unwrap import keys_beside, on_mesh, query_window
+from hp_mesh._torch import from_local, to_local
+from hp_mesh.checks import fail, require
+from hp_mesh.documents import packed_window
+from hp_mesh.view import View, register_handler
+
+__all__ = ["register_varlen"]
+
+_OPERATOR = "torch_attn::_varlen_attn"
+
+
+def register_varlen() -> None:
+    """Let ``varlen_attn`` run on this rank's rows inside every boundary."""
+    register_handler(_OPERATOR, _varlen)
+
+
+def _varlen(
+    view: View, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    schema = getattr(func, "_schema", None) or func.default._schema
+    given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    given |= dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
+    tensors = [given.pop(name) for name in ("query", "key", "value")]
+    where = f"{view.where}: varlen_attn"
+    placements: tuple[Any, ...] = ()
+    if any(view.owns(t) for t in tensors):
+        q, k, v = (on_mesh(view, t) for t in tensors)
+        placements, grads = tuple(q.placements), view.partial_grads(q.placements)
+        window, num_keys = query_window(view, q, 0, k.size(0)), k.size(0)
+        tensors = [to_local(q, grads), *(keys_beside(view, x, q, 0, where) for x in (k, v))]
+    elif any(isinstance(t, DTensor) for t in tensors):
+        return tuple(func(*args, **kwargs))
+    else:
+        window, num_keys = view.window, view.window.key_length
+        rows, keys = tensors[0].size(0), tensors[1].size(0)
+        if (rows, keys) != (window.query_length, window.key_length):
+            return tuple(func(*args, **kwargs))
+    total = view.window.global_length
+    ends = [
+        _ends(given, name, length, where)
+        for name, length in (("cu_seq_q", total), ("cu_seq_k", num_keys))
+    ]
+    require(
+        len(ends[0]) == len(ends[1]),
+        where,
+        f"cu_seq_q ({len(ends[0])} documents) must have as many documents as cu_seq_k "
+        f"({len(ends[1])})",
+    )
+    is_causal = _is_causal(given, where)
+    found = packed_window((window.query_start, window.query_end), *ends, causal=is_causal)
+    q_local, *kv = tensors
+    kv = [x[slice(*found.keys)] for x in kv]
+    for name, of, lengths in (
+        ("cu_seq_q", "max_q", found.query_lengths),
+        ("cu_seq_k", "max_k", found.key_lengths),
+    ):
+        starts = [0, *(lengths or ())]
+        given[name] = torch.tensor(starts, dtype=given[name].dtype, device=given[name].device)
+        given[of] = max((b - a for a, b in pairwise(starts)), default=0)
+    out, lse, rng = func(q_local, *kv, **given)
+    if not placements:
+        return out, lse, rng
+    # log-sum-exp: [heads, rows]
+    statistics = [Shard(1 - p.dim) if isinstance(p, Shard) else p for p in placements]
+    wrapped = from_local(out, view.mesh, placements, view.partial_grads(placements))
+    return wrapped, from_local(lse, view.mesh, statistics), rng
+
+
+def _ends(given: Mapping[str, Any], name: str, total: int, where: str) -> list[int]:
+    value = given[name]
+    require(isinstance(value, Tensor), where, f"{name} ({value}) must be a tensor")
+    return document_ends(name, value, total, where)
+
+
+def _is_causal(given: Mapping[str, Any], where: str) -> bool:
+    """Say whether the call is causal, or refuse what no cut of the keys can express."""
+    for name in ("seqused_k", "block_table"):
+        require(
+            given.get(name) is None,
+            where,
+            f"{name} must be None under context parallelism",
+            "it is for decoding with a cache",
+        )
+    left, right = given.get("window_size") or (-1, -1)
+    if (left, right) == (-1, -1):
+        return bool(given.get("is_causal"))
+    if right != 0:
+        raise fail(
+            where,
+            f"window_size ({(left, right)}) must end at the query's own key under context "
+            "parallelism",
+            "use (w, 0) for a causal window, or (-1, -1) for whole documents",
+        )
+    return True
