@@ -1,8 +1,9 @@
 """The ``hp-tune`` program: signals and exit codes; the commands are in `hp_tune.commands`.
 
 This file imports little, so that an early signal finds its handlers in place. Exit codes: 0 done;
-2 wrong use; 3 no valid configuration; 5 a device or compiler that is not here; 7 a kernel with a
-wrong result; 8 a study or plan that cannot be used; 130 and 143 after SIGINT and SIGTERM.
+2 wrong use; 3 no valid configuration; 4 the budget ran out; 5 a device or compiler that is not
+here; 6 every measured trial failed; 7 a wrong result; 8 a study or plan that cannot be used; 130
+and 143 after SIGINT and SIGTERM.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 __all__ = [
+    "AllFailedError",
+    "BudgetError",
     "MissingToolsError",
     "NoConfigurationError",
     "PlanMismatchError",
@@ -46,6 +48,20 @@ class NoConfigurationError(TuneError):
 
     exit_code = 3
     id = "no-configuration"
+
+
+class BudgetError(TuneError):
+    """The budget ran out before everything was measured; what was is written, and goes on."""
+
+    exit_code = 4
+    id = "budget"
+
+
+class AllFailedError(TuneError):
+    """Everything that was measured failed."""
+
+    exit_code = 6
+    id = "all-failed"
 
 
 class MissingToolsError(TuneError):

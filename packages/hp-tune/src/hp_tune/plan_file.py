@@ -22,9 +22,20 @@ from hp_tune.workload import Config, Layout, Workload
 if TYPE_CHECKING:
     from hp_cp import ContextParallel
 
-__all__ = ["Entry", "PlanFile", "PricedConfig", "RejectedConfig", "When", "load", "seal", "write"]
+__all__ = [
+    "Entry",
+    "FailedConfig",
+    "MeasuredTime",
+    "PlanFile",
+    "PricedConfig",
+    "RejectedConfig",
+    "When",
+    "load",
+    "seal",
+    "write",
+]
 
-SCHEMA: Literal["hp-tune/plan/2"] = "hp-tune/plan/2"
+SCHEMA: Literal["hp-tune/plan/3"] = "hp-tune/plan/3"
 
 
 class _Strict(BaseModel):
@@ -37,8 +48,11 @@ class When(_Strict):
     Attributes:
         world_size: All ranks. A multiple of ``cp_size * tp_size`` is accepted too: more data
             replicas change nothing that the choice depends on.
-        seq_len: The length that was priced.
-        seq: Lengths that the entry serves, both ends included: half to twice ``seq_len``.
+        seq_len: The length whose numbers the entry holds: the one with the largest weight.
+        seq: Lengths that the entry serves, both ends included: from half to twice what was
+            searched, and the geometric mean where the next entry begins.
+        lengths: All lengths that were searched and have this winner.
+        weight: Their share among all that were searched.
     """
 
     world_size: int
@@ -46,10 +60,36 @@ class When(_Strict):
     tp_size: int
     seq_len: int
     seq: tuple[int, int]
+    lengths: tuple[int, ...] = ()
+    weight: float = 1.0
+
+
+class MeasuredTime(_Strict):
+    """How a configuration ran, in ms per micro-batch.
+
+    Attributes:
+        median_ms: Of ``samples_ms``: forward and backward, the largest of the ranks in each round.
+        interval_ms: 95 % interval of the median.
+        memory_GiB: Peak of the busiest rank; 0 where it could not be read.
+        in_finals: Whether it was timed in turns with the other finalists, in one job.
+    """
+
+    median_ms: float
+    interval_ms: tuple[float, float]
+    forward_ms: float
+    backward_ms: float
+    samples_ms: tuple[float, ...]
+    memory_GiB: float = 0.0
+    in_finals: bool = False
 
 
 class PricedConfig(_Strict):
-    """A valid configuration with what it was predicted to cost per micro-batch."""
+    """A valid configuration with what it was predicted to cost per micro-batch.
+
+    Attributes:
+        vs_best: Its time over that of the best; both measured, or both predicted.
+        measured: How it ran, if it did; then ``source`` says so.
+    """
 
     config: Config
     mode: str
@@ -61,6 +101,15 @@ class PricedConfig(_Strict):
     memory_GiB: float
     vs_best: float = 1.0
     source: Literal["analytic", "measured"] = "analytic"
+    measured: MeasuredTime | None = None
+
+
+class FailedConfig(_Strict):
+    """A configuration that was measured and has no time."""
+
+    config: Config
+    outcome: str
+    reason: str
 
 
 class RejectedConfig(_Strict):
@@ -79,15 +128,25 @@ class Entry(_Strict):
     Attributes:
         styles: Whose styles run it; those of ``hp_dsa`` are three, with the arguments of
             `style_kwargs`.
+        recompute: Whether it was searched with activation checkpointing.
+        margin: How much slower the next is, as a fraction.
+        front: With the objective ``pareto``, what no other beats in both time and memory.
+        kernels: Launch parameters by kernel, where they were searched too.
+        outranked: How many valid configurations were predicted too slow to be measured.
     """
 
     when: When
     best: PricedConfig
     layout: Layout
     styles: Literal["hp_cp", "hp_dsa"] = "hp_cp"
+    recompute: bool = False
     margin: float | None = None
     alternatives: tuple[PricedConfig, ...] = ()
     rejected: tuple[RejectedConfig, ...] = ()
+    front: tuple[PricedConfig, ...] = ()
+    failed: tuple[FailedConfig, ...] = ()
+    kernels: dict[str, dict[str, int]] = Field(default_factory=dict)
+    outranked: int = 0
 
     @property
     def plan(self) -> Plan:
@@ -131,14 +190,17 @@ class PlanFile(_Strict):
     """The content of a ``plan.json``.
 
     Attributes:
+        workload: Of the first entry.
+        made_by: How it was searched: mode, objective, seed, what was required.
         digest: sha256 of everything else; equal digests on all ranks mean equal plans.
     """
 
-    schema_: Literal["hp-tune/plan/2"] = Field(default=SCHEMA, alias="schema")
+    schema_: Literal["hp-tune/plan/3"] = Field(default=SCHEMA, alias="schema")
     cost_model: int
     model: dict[str, Any]
     cluster: dict[str, Any]
     workload: Workload
+    made_by: dict[str, Any] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
     entries: tuple[Entry, ...] = Field(min_length=1)
     digest: str = ""
@@ -152,7 +214,7 @@ class PlanFile(_Strict):
     def select(self, *, seq_len: int, world_size: int, extrapolate: bool = False) -> Entry:
         """Return the entry for a length and a number of ranks.
 
-        Among the entries that serve ``world_size`` the one nearest in length (by ratio) is taken.
+        Among the entries that serve ``world_size``, it is the one whose bucket holds the length.
 
         Args:
             seq_len: Global sequence length.
@@ -174,7 +236,7 @@ class PlanFile(_Strict):
                 f"({', '.join(f'{cp} x {tp}' for cp, tp in made_for)})",
                 "run `hp-tune search` for this number of ranks",
             )
-        entry = min(fitting, key=lambda e: abs(math.log(seq_len / e.when.seq_len)))
+        entry = min(fitting, key=lambda e: (_distance(seq_len, e.when.seq), e.when.seq))
         low, high = entry.when.seq
         if not (extrapolate or low <= seq_len <= high):
             raise PlanMismatchError(
@@ -186,6 +248,12 @@ class PlanFile(_Strict):
         except ValueError as error:
             raise PlanMismatchError(str(error)) from None
         return entry
+
+
+def _distance(seq_len: int, seq: tuple[int, int]) -> float:
+    """Return how far outside a bucket a length is, as the logarithm of a ratio; 0 inside."""
+    low, high = seq
+    return math.log(max(low / seq_len, seq_len / high, 1.0))
 
 
 def write(plan: PlanFile, path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hp_tune.cluster import Cluster, Number
 from hp_tune.cost import Prediction, predict
@@ -12,13 +12,18 @@ from hp_tune.memory import MemoryUse
 from hp_tune.model import Model
 from hp_tune.workload import Config, Workload
 
+if TYPE_CHECKING:
+    from hp_tune.measured.result import Measured
+
 __all__ = [
+    "Failed",
     "Flip",
     "Ranked",
     "assumed_numbers",
     "at_least",
     "ends_of",
     "find_flips",
+    "front",
     "matters",
     "priced_again",
     "six_digits",
@@ -28,11 +33,29 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A valid configuration with its numbers."""
+    """A valid configuration with its numbers.
+
+    Attributes:
+        measured: How it ran, where it did: in the finals if it came that far.
+        in_finals: Whether ``measured`` is from the job that all finalists shared.
+    """
 
     config: Config
     prediction: Prediction
     memory: MemoryUse
+    measured: Measured | None = None
+    in_finals: bool = False
+
+    @property
+    def ms(self) -> float:
+        """Forward and backward: the measured median, or the prediction."""
+        return self.prediction.seconds * 1e3 if self.measured is None else self.measured.median_ms
+
+    @property
+    def memory_bytes(self) -> int:
+        """Peak per rank: what was measured where it could be read, or the prediction."""
+        measured = 0 if self.measured is None else self.measured.memory_bytes
+        return measured or self.memory.total
 
     @property
     def order(self) -> tuple[float, int, int, bool, int]:
@@ -47,6 +70,16 @@ class Ranked:
 
 
 @dataclass(frozen=True, slots=True)
+class Failed:
+    """A valid configuration that was measured and has no time."""
+
+    config: Config
+    prediction: Prediction
+    memory: MemoryUse
+    measured: Measured
+
+
+@dataclass(frozen=True, slots=True)
 class Flip:
     """An assumed number that decides: were it ``other``, ``winner`` would be first."""
 
@@ -54,6 +87,15 @@ class Flip:
     value: float
     other: float
     winner: Config
+
+
+def front(ranking: Sequence[Ranked]) -> list[Ranked]:
+    """Return those that no other beats in both time and memory, from fast to small."""
+    found: list[Ranked] = []
+    for ranked in sorted(ranking, key=lambda one: (six_digits(one.ms), one.memory_bytes)):
+        if not found or ranked.memory_bytes < found[-1].memory_bytes:
+            found.append(ranked)
+    return found
 
 
 def find_flips(

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hp_mesh.checks import divisors
-from hp_tune.cost import Prediction
 from hp_tune.errors import StudyError
+from hp_tune.evaluate import Point
 from hp_tune.files import sha256
 from hp_tune.journal import locked, open_storage, repair_tail
-from hp_tune.memory import MemoryUse
-from hp_tune.space import HEAD_GROUPS, Rejection
+from hp_tune.space import HEAD_GROUPS
 from hp_tune.workload import Config
 
 if TYPE_CHECKING:
@@ -26,16 +25,6 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 __all__ = ["Point", "Recorded", "open_study", "point_key", "read_study", "record"]
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One configuration with what became of it: a prediction, or the rule that it breaks."""
-
-    config: Config
-    prediction: Prediction | None = None
-    memory: MemoryUse | None = None
-    rejection: Rejection | None = None
 
 
 @dataclass(frozen=True, slots=True)
