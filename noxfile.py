@@ -105,6 +105,13 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def mutants(session: nox.Session) -> None:
+    """Put small faults into hp-comm and hp-cp, one at a time: do the tests notice? Takes hours."""
+    with_workspace(session, *group("mutants"))
+    session.run("python", "tests/mutation/run.py", *session.posargs, env=RANKS_ENV)
+
+
+@nox.session(default=False)
 def bench_peers(session: nox.Session) -> None:
     """Measure ours beside DeepSpeed, yunchang, verl and others; arguments go to the benchmark."""
     session.install(TORCH)

@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from hp_comm.agreement import preflight
     from hp_comm.collectives import exchange_head_tail, gather_seq, head_to_seq, seq_to_head
     from hp_comm.counters import Traffic, TrafficRecord, traffic
+    from hp_comm.failures import CollectiveError
     from hp_comm.handle import Handle
     from hp_comm.kernels.arithmetic import HeadWork
     from hp_comm.reductions import scatter_seq, sum_shares
     from hp_comm.sequence import count_tokens, global_loss, unshard_sequence
 
 __all__ = [
+    "CollectiveError",
     "Handle",
     "HeadWork",
     "Traffic",
@@ -39,6 +41,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "CollectiveError": "hp_comm.failures",
         "Handle": "hp_comm.handle",
         "HeadWork": "hp_comm.kernels.arithmetic",
         "Traffic": "hp_comm.counters",

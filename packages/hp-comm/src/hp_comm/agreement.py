@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from hp_comm import _torch
 from hp_comm.counters import record
+from hp_comm.failures import Naming
 from hp_mesh.checks import fail
 
 __all__ = ["HEADER_BYTES", "preflight"]
@@ -66,7 +67,7 @@ def preflight(
         return
     if callable(signature):
         signature = {} if error is not None else signature()
-    headers = _gather(group, _header(where, signature, error))
+    headers = _gather(where, group, _header(where, signature, error))
     # one comparison of digests on the good path; texts are read only when they are needed
     agreed = torch.equal(headers[:, :_TEXT_AT], headers[:1, :_TEXT_AT].expand(len(headers), -1))
     if agreed and not int(headers[0, 0]):
@@ -102,12 +103,13 @@ def _flat(value: object) -> str:
     return str(value).replace("\n", " ")
 
 
-def _gather(group: ProcessGroup, header: bytes) -> Tensor:
+def _gather(where: str, group: ProcessGroup, header: bytes) -> Tensor:
     device, size = _torch.group_device(group), _torch.group_size(group)
     mine = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)
     headers = torch.empty(size * HEADER_BYTES, dtype=torch.uint8, device=device)
     record("preflight", size, (size - 1) * HEADER_BYTES)
-    _torch.all_gather(headers, mine, group, async_op=False)
+    with Naming(where, "preflight", group):
+        _torch.all_gather(headers, mine, group, async_op=False)
     return headers.view(size, HEADER_BYTES).cpu()
 
 

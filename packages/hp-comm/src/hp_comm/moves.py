@@ -12,6 +12,7 @@ import contextlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -56,19 +57,25 @@ class Cut:
 class Transfer:
     """One collective under way: its works, the buffer that it reads, and what follows."""
 
-    __slots__ = ("finish", "send", "works")
+    __slots__ = ("finish", "naming", "send", "works")
 
     def __init__(
-        self, works: Sequence[Any], send: Tensor | None, finish: Callable[[], list[Tensor]]
+        self,
+        naming: AbstractContextManager[None],
+        works: Sequence[Any],
+        send: Tensor | None,
+        finish: Callable[[], list[Tensor]],
     ) -> None:
+        self.naming = naming
         self.works = [work for work in works if work is not None]
         self.send = send
         self.finish = finish
 
     def wait(self) -> None:
         """Wait for the wire, then let go of what was sent."""
-        for work in self.works:
-            work.wait()
+        with self.naming:
+            for work in self.works:
+                work.wait()
         self.works = []
         self.send = None
 

@@ -20,6 +20,7 @@ from hp_comm import _cuts as cuts
 from hp_comm import _torch
 from hp_comm.autograd import run
 from hp_comm.counters import record
+from hp_comm.failures import Naming
 from hp_comm.transfers import ReduceScatter
 
 __all__ = ["scatter_seq", "sum_shares"]
@@ -50,7 +51,8 @@ class _SumShares(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         size, total = _torch.group_size(group), x.detach().clone()
         record("all_reduce", size, 2 * total.numel() * total.element_size() * (size - 1) // size)
-        _torch.sum_over_ranks(total, group)
+        with Naming("sum_shares", "all_reduce", group):
+            _torch.sum_over_ranks(total, group)
         return total
 
     @staticmethod

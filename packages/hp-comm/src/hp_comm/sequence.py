@@ -16,6 +16,7 @@ from hp_comm import _cuts as cuts
 from hp_comm import _torch
 from hp_comm.collectives import gather_seq
 from hp_comm.counters import record
+from hp_comm.failures import Naming
 from hp_mesh.checks import fail, require, require_divisible
 from hp_mesh.sequence import Order, join_sequence
 
@@ -88,7 +89,7 @@ def count_tokens(weights: Tensor | Iterable[Tensor], group: ProcessGroup) -> Ten
     parts = [weights] if isinstance(weights, Tensor) else list(weights)
     cuts.require_tensors("count_tokens", parts)
     total = torch.stack([_weight_sum(part) for part in parts]).sum()
-    return _summed(total, group)
+    return _summed("count_tokens", total, group)
 
 
 def _weight_sum(weights: Tensor) -> Tensor:
@@ -100,12 +101,13 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
+def _summed(where: str, x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum of ``x`` over the ranks, without gradient."""
     size, total = _torch.group_size(group), x.detach().clone()
     if size > 1:
         record("all_reduce", size, 2 * total.numel() * total.element_size() * (size - 1) // size)
-        _torch.sum_over_ranks(total, group)
+        with Naming(where, "all_reduce", group):
+            _torch.sum_over_ranks(total, group)
     return total
 
 
@@ -117,7 +119,7 @@ class _GlobalLoss(torch.autograd.Function):
         # no token at all: a loss of zero and no gradient, not 0 / 0
         weight = torch.where(total == 0, 0.0, 1.0 / total.to(local.dtype))
         ctx.scale = weight * divisor
-        return _summed(local, group) * weight
+        return _summed("global_loss", local, group) * weight
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hp_comm import _torch
 from hp_comm.counters import record
+from hp_comm.failures import Naming
 from hp_comm.kernels.ops import pack, unpack
 from hp_comm.moves import Cut, Move, Pending, Shape, Transfer, dense, landing, slices
 
@@ -87,15 +88,17 @@ class Exchange(Move):
         # a property of the cuts, which all ranks know alike: equal parts are a plain all-to-all
         even = out.is_even and back.is_even
         record("all_to_all", size, (send.numel() - out.sizes[rank]) * send.element_size())
-        work = _torch.all_to_all(
-            received,
-            send,
-            None if even else back.sizes,
-            None if even else out.sizes,
-            self.group,
-            async_op=async_op,
-        )
-        return Transfer([work], send if async_op else None, finish)
+        naming = Naming(self.where, "all_to_all", self.group)
+        with naming:
+            work = _torch.all_to_all(
+                received,
+                send,
+                None if even else back.sizes,
+                None if even else out.sizes,
+                self.group,
+                async_op=async_op,
+            )
+        return Transfer(naming, [work], send if async_op else None, finish)
 
     def _packed(self, xs: list[Tensor], wire: Wire, overlap: bool) -> Tensor:
         """Return the send buffer."""
@@ -190,8 +193,10 @@ class Gather(Move):
             received, finish = landing(x, cut, shape)
         record("all_gather", size, (size - 1) * send.numel() * send.element_size())
         # dim 0 of flat buffers: gathering on another dim would wait inside
-        work = _torch.all_gather(received, send, self.group, async_op=async_op)
-        return Transfer([work], send if async_op else None, finish)
+        naming = Naming(self.where, "all_gather", self.group)
+        with naming:
+            work = _torch.all_gather(received, send, self.group, async_op=async_op)
+        return Transfer(naming, [work], send if async_op else None, finish)
 
 
 @dataclass(frozen=True)
@@ -227,8 +232,10 @@ class ReduceScatter(Move):
             received = x.new_empty(send.numel() // size)
             out = received[: prod(mine)].view(mine)
         record("reduce_scatter", size, (size - 1) * received.numel() * received.element_size())
-        work = _torch.reduce_scatter(received, send, self.group, async_op=async_op)
-        return Transfer([work], send if async_op else None, lambda: [out])
+        naming = Naming(self.where, "reduce_scatter", self.group)
+        with naming:
+            work = _torch.reduce_scatter(received, send, self.group, async_op=async_op)
+        return Transfer(naming, [work], send if async_op else None, lambda: [out])
 
 
 def _padded_gather(
@@ -276,5 +283,7 @@ class Swap(Move):
         send = dense(x, None, overlap=overlap)
         out = x.new_empty(x.shape)
         record("p2p", _torch.group_size(self.group), send.numel() * send.element_size())
-        works = _torch.swap(out.view(-1), send, self.peer, self.group)
-        return Pending([((0,), Transfer(works, send, lambda: [out]))])
+        naming = Naming(self.where, "p2p", self.group)
+        with naming:
+            works = _torch.swap(out.view(-1), send, self.peer, self.group)
+        return Pending([((0,), Transfer(naming, works, send, lambda: [out]))])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ class _Work:
 
 def _handle(work: _Work) -> Handle[torch.Tensor]:
     value = torch.ones(3)
-    pending = Pending([((0,), Transfer([work], torch.zeros(3), lambda: [value]))])
+    pending = Pending([((0,), Transfer(nullcontext(), [work], torch.zeros(3), lambda: [value]))])
     return Handle("seq_to_head", pending, lambda: pending.finish()[0])
 
 
@@ -82,6 +83,8 @@ def test_a_ready_handle_has_its_value() -> None:
 def test_a_transfer_lets_go_of_its_send_buffer_before_the_layout_work() -> None:
     """Otherwise three copies of the exchanged tensors would be alive at once."""
     seen: list[object] = []
-    transfer = Transfer([_Work()], torch.zeros(3), lambda: seen.append(transfer.send) or [])
+    transfer = Transfer(
+        nullcontext(), [_Work()], torch.zeros(3), lambda: seen.append(transfer.send) or []
+    )
     Pending([((), transfer)]).finish()
     assert seen == [None]

@@ -1,0 +1,193 @@
+"""Do the tests notice? Put a small fault into the sources, run the tests that reach it, repeat.
+
+A copy of the packages is changed, never the working tree. Which tests reach a line is measured once
+(coverage of each test); a fault runs those, the quick ones first, until one of them fails. What
+survives is printed: either a test is missing, or the change changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from mutants import Mutant, sample
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("hp-comm", "hp-cp")
+LEFT_OUT = ("_triton.py", "launch.py", "launch_heads.py", "launch_merge.py")
+"""Run on devices and under the interpreter only, which these tests do not start."""
+SECONDS_OF_TESTS = 60.0
+"""Recorded time of the tests that one fault runs; where more reach it, a part drawn by chance."""
+
+
+def main() -> int:
+    """Run the mutants; return 0: survivors are for people to judge."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one mutant")
+    parser.add_argument("--work", type=Path, default=ROOT / ".mutation", help="folder of the copy")
+    parser.add_argument("--only", default="", help="part of the paths of the sources to change")
+    asked = parser.parse_args()
+    copy = asked.work / "copy"
+    if not (asked.work / "coverage.json").is_file():
+        _copy(copy)
+        _measure(copy, asked.work)
+    reached = json.loads((asked.work / "coverage.json").read_text())
+    cost = json.loads((asked.work / "seconds.json").read_text())
+    sources = [
+        path
+        for package in PACKAGES
+        for path in sorted((copy / "packages" / package / "src").rglob("*.py"))
+        if path.name not in LEFT_OUT and asked.only in str(path)
+    ]
+    _warm(copy)
+    results: Counter[str] = Counter()
+    with (asked.work / f"results-{asked.seed}.jsonl").open("a", encoding="utf-8") as record:
+        for number, mutant in enumerate(sample(sources, asked.count, asked.seed)):
+            where = str(mutant.path.relative_to(copy))
+            lines = reached.get(where, {})
+            tests = _chosen(lines.get(str(mutant.line), []), cost, f"{asked.seed}-{number}")
+            start = time.monotonic()
+            outcome = _run(mutant, tests, asked.timeout, asked.work) if tests else "not reached"
+            results[outcome] += 1
+            row = {
+                "outcome": outcome, "where": f"{where}:{mutant.line}", "change": mutant.change(),
+                "operator": mutant.operator, "tests": len(tests),
+                "seconds": round(time.monotonic() - start, 1),
+            }  # fmt: skip
+            record.write(json.dumps(row) + "\n")
+            record.flush()
+            if outcome in ("survived", "not reached"):
+                print(f"{outcome:11}  {row['where']}  {row['change']}", flush=True)
+    total = sum(results.values())
+    print(f"{total} mutants, seed {asked.seed}: {dict(results)}")
+    return 0
+
+
+def _copy(copy: Path) -> None:
+    shutil.rmtree(copy, ignore_errors=True)
+    copy.mkdir(parents=True)
+    for name in ("packages", "conftest.py", "pyproject.toml"):
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(source, copy / name)
+
+
+def _tests(copy: Path) -> list[str]:
+    return [str(copy / "packages" / package / "tests") for package in PACKAGES]
+
+
+def _measure(copy: Path, work: Path) -> None:
+    """Write which tests reach each line, and how long each takes."""
+    from coverage import CoverageData
+
+    data, report = work / "coverage.sqlite", work / "seconds.xml"
+    sources = [f"--cov={copy / 'packages' / package / 'src'}" for package in PACKAGES]
+    env = {**os.environ, "COVERAGE_FILE": str(data), "PYTHONPATH": _python_path(copy)}
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *sources,
+        "--cov-context=test", "--cov-report=", f"--junitxml={report}", *_tests(copy),
+    ]  # fmt: skip
+    subprocess.run(command, cwd=copy, env=env, check=True)
+    found = CoverageData(str(data))
+    found.read()
+    reached: dict[str, dict[str, list[str]]] = {}
+    for path in found.measured_files():
+        contexts = found.contexts_by_lineno(path)
+        reached[str(Path(path).relative_to(copy))] = {
+            str(line): sorted({test.partition("|")[0] for test in tests if test})
+            for line, tests in contexts.items()
+        }
+    seconds = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        where, name = case.get("classname", ""), case.get("name", "")
+        seconds[f"{where.replace('.', '/')}.py::{name}"] = float(case.get("time", "0"))
+    (work / "coverage.json").write_text(json.dumps(reached))
+    (work / "seconds.json").write_text(json.dumps(seconds))
+
+
+def _python_path(copy: Path) -> str:
+    return os.pathsep.join(str(path) for path in sorted((copy / "packages").glob("*/src")))
+
+
+def _chosen(tests: Sequence[str], cost: dict[str, float], seed: str) -> list[str]:
+    """Return tests of at most `SECONDS_OF_TESTS`, the quickest first."""
+    drawn = random.Random(seed).sample(list(tests), len(tests))
+    kept, total = [], 0.0
+    for test in drawn:
+        seconds = cost.get(test, 1.0)
+        if kept and total + seconds > SECONDS_OF_TESTS:
+            continue
+        total += seconds
+        kept.append(test)
+    return sorted(kept, key=lambda test: cost.get(test, 1.0))
+
+
+def _warm(copy: Path) -> None:
+    """Import what is slow and not ours once; a fork of this process starts with it."""
+    sys.path[:0] = _python_path(copy).split(os.pathsep)
+    os.environ["PYTHONPATH"] = _python_path(copy)  # of the processes that tests start
+    os.chdir(copy)
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
+    import torch.distributed.tensor
+    import torch.testing  # noqa: F401
+
+    assert not [name for name in sys.modules if name.startswith("hp_")], "ours must be read anew"
+
+
+def _run(mutant: Mutant, tests: list[str], timeout: float, work: Path) -> str:
+    original = mutant.path.read_text()
+    mutant.path.write_text(mutant.code())
+    try:
+        child = os.fork()
+        if child == 0:
+            _child(tests, work / "last.log")
+        return _verdict(child, timeout)
+    finally:
+        mutant.path.write_text(original)
+
+
+def _child(tests: list[str], log: Path) -> None:
+    """Run the tests and leave; never returns."""
+    code = 3
+    try:
+        os.setsid()
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        import pytest
+
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+    finally:
+        os._exit(code)
+
+
+def _verdict(child: int, timeout: float) -> str:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return "survived" if status == 0 else "killed"
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "killed (no end)"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
