@@ -8,92 +8,30 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import prod
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from hp_tune.collective_times import CollectiveTimes
 from hp_tune.files import sha256
+from hp_tune.number import (
+    Bandwidth,
+    Curve,
+    Described,
+    Fraction,
+    Latency,
+    Number,
+    Points,
+    Rate,
+    Source,
+    between,
+)
 from hp_tune.plausible import check_device, check_tier
 
 __all__ = ["Cluster", "Curve", "Device", "Number", "Points", "Source", "Tier"]
 
-Source = Literal["spec", "measured", "assumed"]
 
-
-class _Described(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class Number(_Described):
-    """A positive number with its source; a bare number in a file is taken as assumed."""
-
-    value: float = Field(gt=0)
-    source: Source = "assumed"
-    ref: str = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare(cls, value: Any) -> Any:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return {"value": value, "source": "assumed", "ref": "given without a source"}
-        return value
-
-
-def _between(low: float, high: float, unit: str) -> AfterValidator:
-    """Refuse what no device has: usually a wrong unit, or both directions counted as one."""
-
-    def check(number: Number) -> Number:
-        if not low <= number.value <= high:
-            raise ValueError(f"{number.value:g} must be between {low:g} and {high:g} {unit}")
-        return number
-
-    return AfterValidator(check)
-
-
-Fraction = Annotated[Number, _between(0.001, 1, "(a fraction)")]
-Bandwidth = Annotated[Number, _between(0.001, 5000, "GB/s, decimal, one direction")]
-Latency = Annotated[Number, _between(0.01, 1e5, "microseconds")]
-Rate = Annotated[Number, _between(1e-4, 2e4, "TFLOPS")]
-
-
-Points = tuple[tuple[float, float], ...]
-
-
-class Curve(_Described):
-    """What a collective achieves by the size of its message, measured.
-
-    Attributes:
-        points: ``(MiB, GB/s)`` in ascending order; interpolated in the logarithm of the size.
-        by_ranks: Instead, such points for groups of some numbers of ranks: where all share a bus,
-            many ranks get less each.
-    """
-
-    points: Points = ()
-    by_ranks: dict[int, Points] = Field(default_factory=dict)
-    source: Source
-    ref: str
-
-    def for_ranks(self, ranks: int) -> Points:
-        """Return the points of the largest measured group of at most ``ranks``, or the smallest."""
-        if not self.by_ranks:
-            return self.points
-        sizes = sorted(self.by_ranks)
-        return self.by_ranks[max([size for size in sizes if size <= ranks], default=sizes[0])]
-
-    @model_validator(mode="after")
-    def _ascending(self) -> Self:
-        if bool(self.points) == bool(self.by_ranks):
-            raise ValueError("a curve must have points or by_ranks, and not both")
-        for points in (self.points, *self.by_ranks.values()):
-            sizes = [size for size, _ in points]
-            if sizes != sorted(set(sizes)) or min((min(p) for p in points), default=1) <= 0:
-                raise ValueError("points must be positive, with ascending sizes")
-        if any(len(points) < 2 for points in (self.points, *self.by_ranks.values()) if points):
-            raise ValueError("a curve must have at least two points")
-        return self
-
-
-class Tier(_Described):
+class Tier(Described):
     """One level of the network. Bandwidths are those of one direction.
 
     Attributes:
@@ -127,8 +65,8 @@ class Tier(_Described):
     all_to_all: Curve | None = None
     all_gather: Curve | None = None
     reduce_scatter: Curve | None = None
-    ranks_per_nic: Annotated[Number, _between(1, 64, "ranks")] | None = None
-    oversubscription: Annotated[Number, _between(1, 64, "(a factor)")] | None = None
+    ranks_per_nic: Annotated[Number, between(1, 64, "ranks")] | None = None
+    oversubscription: Annotated[Number, between(1, 64, "(a factor)")] | None = None
 
     @property
     def bandwidth_key(self) -> str:
@@ -179,7 +117,7 @@ _BANDWIDTH = {
 }
 
 
-class Device(_Described):
+class Device(Described):
     """One device (one rank).
 
     Attributes:
@@ -200,33 +138,55 @@ class Device(_Described):
     gemm_efficiency: Fraction
     attention_efficiency: Fraction
     attention_saturation: Number
-    memory_GBps: Annotated[Number, _between(0.1, 50000, "GB/s")]
+    memory_GBps: Annotated[Number, between(0.1, 50000, "GB/s")]
     memory_efficiency: Fraction
-    memory_GiB: Annotated[Number, _between(0.1, 2000, "GiB")]
+    memory_GiB: Annotated[Number, between(0.1, 2000, "GiB")]
     launch_us: Latency
     overlap_slowdown: Fraction
-    comm_buffer_MiB: Annotated[Number, _between(0.1, 10000, "MiB")]
+    comm_buffer_MiB: Annotated[Number, between(0.1, 10000, "MiB")]
 
 
-class Cluster(_Described):
+class Cluster(Described):
     """A device and the network between many of them.
 
     Attributes:
         tiers: Inner to outer; ranks are placed contiguously.
-        shared_cores: Ranks share the same processor cores, so an idle rank leaves its time to the
-            busy ones and wall time follows the mean of the work instead of the slowest rank.
+        shared_cores: Processor cores that ranks share, each on one of them at most; None where each
+            rank has a device of its own. An idle rank then leaves its time to the busy ones, so
+            wall time follows the work of all (`hp_tune.cores`), and the device's numbers are those
+            of one core.
+        shared_by: Neighbouring ranks (of one host) that share them; None for all ranks of the job.
+        collectives: Measured times by shape of group; where there is one it is taken instead of
+            what the tiers say.
     """
 
     name: str
     description: str = ""
     device: Device
     tiers: tuple[Tier, ...] = Field(min_length=1)
-    shared_cores: bool = False
+    shared_cores: int | None = Field(default=None, ge=1, strict=True)
+    shared_by: int | None = Field(default=None, ge=1, strict=True)
+    collectives: tuple[CollectiveTimes, ...] = ()
 
     @property
     def digest(self) -> str:
         """sha256 of the description."""
         return sha256(self.model_dump(mode="json"))
+
+    def measured(self, kind: str, size: int, stride: int, num_ranks: int) -> CollectiveTimes | None:
+        """Return the measured times of a shape of group; those of as many busy ranks first."""
+        found = [
+            times
+            for times in self.collectives
+            if (times.kind, times.size, times.stride) == (kind, size, stride)
+        ]
+        return min(found, key=lambda times: abs(times.world_size - num_ranks), default=None)
+
+    @model_validator(mode="after")
+    def _shared(self) -> Self:
+        if self.shared_by is not None and self.shared_cores is None:
+            raise ValueError("shared_by says who shares shared_cores, which must be given too")
+        return self
 
     @model_validator(mode="after")
     def _nested(self) -> Self:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hp_tune.cluster import Cluster
+from hp_tune.cores import stretch
 from hp_tune.cost import Prediction, predict
 from hp_tune.errors import UsageError
 from hp_tune.memory import MemoryUse, memory_use
@@ -81,6 +82,7 @@ def evaluate(
     """
     check_inputs(cluster, workload)
     notes = [*model.notes, *_length_note(model, workload), *_linear_note(model)]
+    notes += _shared_note(cluster, workload)
     if workload.world_size is None:
         notes.append("memory is that of activations: parameters and optimizer need --world")
     points: list[Point] = []
@@ -127,3 +129,12 @@ def _length_note(model: Model, workload: Workload) -> list[str]:
 def _linear_note(model: Model) -> list[str]:
     linear = sum(layer.kind == "linear" for layer in model.layers)
     return [f"{linear} linear layers need a parallelism of their own: not priced"] if linear else []
+
+
+def _shared_note(cluster: Cluster, workload: Workload) -> list[str]:
+    if stretch(cluster, workload.num_ranks) == 1:
+        return []
+    return [
+        f"ranks share {cluster.shared_cores} cores: causal imbalance is invisible in wall time "
+        "but for the last ranks to be done, since an idle rank leaves its time to the others"
+    ]

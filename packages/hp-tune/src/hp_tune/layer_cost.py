@@ -12,6 +12,7 @@ from functools import lru_cache
 from hp_cp.description import Collective, Description
 from hp_cp.plan import Plan
 from hp_tune.cluster import Cluster
+from hp_tune.cores import stretch, waits_for
 from hp_tune.model import Attention, Model
 from hp_tune.pairs import work_shares
 from hp_tune.pricing import Move, Pricing
@@ -88,9 +89,9 @@ class LayerCost:
         if self.gathers_latent:
             self.moves = _with_latent(self.moves, latent_bytes(layer, workload), workload)
         shares = work_shares(plan, layer, workload)
-        mean = sum(shares) / len(shares)
-        self.imbalance = 1.0 if cluster.shared_cores else max(shares) / mean
-        self.pairs = mean * self.imbalance
+        even = sum(shares) / len(shares) * stretch(cluster, workload.num_ranks)
+        self.pairs = waits_for(cluster, shares, workload)
+        self.imbalance = self.pairs / even
 
     def pieces(self, phase: Phase) -> list[Piece]:
         """Return the pieces of a phase in the order in which each resource runs them."""

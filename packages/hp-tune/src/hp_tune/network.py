@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hp_tune.cluster import Cluster, Points, Tier
+from hp_tune.collective_times import CollectiveTimes
 
 __all__ = ["Group", "Transfer", "transfer"]
 
@@ -48,6 +49,7 @@ class Transfer:
         GBps: Bandwidth per rank that was used for it.
         share_of_peak: That bandwidth as a fraction of what the tier can do without losses.
         sources: Names of the cluster's numbers behind it.
+        cpu: Part of the cores that it keeps busy, where ranks share them and it was measured.
     """
 
     seconds: float
@@ -56,6 +58,7 @@ class Transfer:
     GBps: float
     share_of_peak: float
     sources: tuple[str, ...]
+    cpu: float | None = None
 
 
 def transfer(cluster: Cluster, kind: str, group: Group, bytes_sent: float) -> Transfer:
@@ -67,8 +70,11 @@ def transfer(cluster: Cluster, kind: str, group: Group, bytes_sent: float) -> Tr
     exchange of ring attention: each step sends one shard to the next rank, so that the slowest link
     of the ring counts and every step pays its latency; `hp_tune` prices it to be compared with
     published tables, no style runs it.
+
+    What was measured on groups of this shape comes before all that.
     """
     stages: list[_Stage] = []
+    times_of = cluster.measured(kind, group.size, group.stride, group.world_size)
     inside = 1
     latency = 0.0
     for tier in cluster.tiers:
@@ -90,6 +96,8 @@ def transfer(cluster: Cluster, kind: str, group: Group, bytes_sent: float) -> Tr
         inside = members
     if not stages:
         return Transfer(0.0, "none", 0.0, 0.0, 0.0, ())
+    if times_of is not None and bytes_sent:
+        return _measured(times_of, stages[-1], bytes_sent)
     times = [stage.seconds for stage in stages]
     together = kind in ("all_to_all", "ring")
     total = max(times) if together else sum(times)
@@ -103,6 +111,20 @@ def transfer(cluster: Cluster, kind: str, group: Group, bytes_sent: float) -> Tr
         GBps=slowest.rate,
         share_of_peak=slowest.rate / slowest.peak,
         sources=tuple(f"tiers.{name}" for name in _sources(slowest.tier, kind)),
+    )
+
+
+def _measured(times: CollectiveTimes, outermost: _Stage, bytes_sent: float) -> Transfer:
+    seconds = times.seconds(bytes_sent)
+    rate = outermost.part / seconds / 1e9
+    return Transfer(
+        seconds=seconds,
+        tier=outermost.tier.name,
+        tier_bytes=outermost.part,
+        GBps=rate,
+        share_of_peak=min(1.0, rate / outermost.peak),
+        sources=(f"collectives.{times.name}",),
+        cpu=times.cpu,
     )
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COST_MODEL", "make_plan"]
 
-COST_MODEL = 2
+COST_MODEL = 3
 """Raised when a change of the formulas makes old numbers incomparable."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hp_tune.cluster import Cluster
+from hp_tune.cores import stretch
 from hp_tune.network import Group, transfer
 from hp_tune.term import Phase, Piece
 from hp_tune.workload import Workload
@@ -12,6 +13,8 @@ from hp_tune.workload import Workload
 __all__ = ["Move", "Pricing"]
 
 PEAK, LAUNCH = "device.peak_TFLOPS", "device.launch_us"
+MOST_CPU = 0.9
+"""A kernel beside a collective keeps at least a tenth of the cores: the system shares them out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +46,11 @@ class Pricing:
         self.cluster, self.workload = cluster, workload
         device = cluster.device
         self.peak = device.peak_TFLOPS[workload.dtype].value * 1e12
-        self.gemm_rate = self.peak * device.gemm_efficiency.value
-        self.copy_rate = device.memory_GBps.value * 1e9 * device.memory_efficiency.value
-        self.launch = device.launch_us.value * 1e-6
+        # all ranks are as busy with these; attention is not so even and brings its own share
+        share = stretch(cluster, workload.num_ranks)
+        self.gemm_rate = self.peak * device.gemm_efficiency.value / share
+        self.copy_rate = device.memory_GBps.value * 1e9 * device.memory_efficiency.value / share
+        self.launch = device.launch_us.value * 1e-6 * share
 
     def gemm(self, name: str, tokens: float, macs: float, times: int, key: str = "") -> Piece:
         """Price ``times`` products of ``tokens`` rows with ``macs`` multiply-adds per row."""
@@ -75,7 +80,7 @@ class Pricing:
         """Price kernels that take ``size`` multiply-adds per head and (query, key) pair.
 
         Args:
-            pairs: Of one sequence, on the slowest rank.
+            pairs: Of one sequence, on the slowest rank (`hp_tune.cores.waits_for`).
             heads: Heads of one call.
             rows: Query rows of one call and sequence: few of them do not fill the device.
         """
@@ -130,6 +135,7 @@ class Pricing:
             bytes=sent,
             share_of_peak=found.share_of_peak,
             key=key,
+            slows=None if found.cpu is None else 1 / (1 - min(found.cpu, MOST_CPU)) - 1,
         )  # fmt: skip
 
     def copies_of(self, move: Move, copies: int, key: str = "") -> Piece:

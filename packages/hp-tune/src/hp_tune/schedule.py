@@ -20,12 +20,16 @@ __all__ = ["Slot", "Task", "schedule"]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Something that takes ``seconds`` of a resource alone, after others."""
+    """Something that takes ``seconds`` of a resource alone, after others.
+
+    A collective with ``slows`` makes kernels slower by that fraction, and not by what all do.
+    """
 
     key: str
     resource: Literal["compute", "network"]
     seconds: float
     after: tuple[str, ...] = ()
+    slows: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,9 @@ def schedule(tasks: Sequence[Task], slowdown: float = 0.0) -> list[Slot]:
         for task in (kernel, send):
             if task is not None:
                 starts.setdefault(task.key, now)
-        slower = 1 + slowdown if kernel and send else 1.0
+        slower = 1.0
+        if kernel and send:
+            slower += slowdown if send.slows is None else send.slows
         steps = [left[kernel.key] * slower] if kernel else []
         steps += [left[send.key]] if send else []
         step = min(steps)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from hp_dsa.plan import DSAPlan, make_plan
 from hp_mesh.window import Range, contiguous_rows
 from hp_tune.cluster import Cluster
+from hp_tune.cores import stretch, waits_for
 from hp_tune.model import Attention, Model
 from hp_tune.pairs import seen_pairs
 from hp_tune.pricing import LAUNCH, Move, Pricing
@@ -75,8 +76,8 @@ class SparseCost:
         ]
         index = [self._pairs(self.plan.rows(rank, S), None) for rank in range(P)]
         core = [self._pairs((contiguous_rows(rank, P, S),), layer.index_topk) for rank in range(P)]
-        self.index_pairs, index_share = _slowest(index, cluster.shared_cores)
-        self.core_pairs, core_share = _slowest(core, cluster.shared_cores)
+        self.index_pairs, index_share = _slowest(index, cluster, workload)
+        self.core_pairs, core_share = _slowest(core, cluster, workload)
         self.imbalance = max(index_share, core_share) if layer.has_indexer else core_share
 
     def _pairs(self, ranges: Sequence[Range], window: int | None) -> int:
@@ -224,8 +225,8 @@ class SparseCost:
         )
 
 
-def _slowest(work: Sequence[int], shared_cores: bool) -> tuple[float, float]:
+def _slowest(work: Sequence[int], cluster: Cluster, workload: Workload) -> tuple[float, float]:
     """Return the work that decides and its ratio to the mean."""
-    mean = sum(work) / len(work)
-    share = 1.0 if shared_cores or not mean else max(work) / mean
-    return mean * share, share
+    even = sum(work) / len(work) * stretch(cluster, workload.num_ranks)
+    found = waits_for(cluster, work, workload)
+    return found, found / even if even else 1.0

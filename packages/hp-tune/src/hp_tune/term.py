@@ -47,7 +47,10 @@ class Term:
 
 
 class Piece(NamedTuple):
-    """Work of one layer before it is known when it runs; ``after`` names pieces that it needs."""
+    """Work of one layer before it is known when it runs; ``after`` names pieces that it needs.
+
+    ``slows`` is how much longer kernels take while this collective runs, if that is its own.
+    """
 
     name: str
     resource: Resource
@@ -59,6 +62,7 @@ class Piece(NamedTuple):
     share_of_peak: float | None = None
     after: tuple[str, ...] = ()
     key: str = ""
+    slows: float | None = None
 
     @property
     def id(self) -> str:
@@ -108,6 +112,7 @@ def run(
                 "network" if piece.resource == "network" else "compute",
                 piece.seconds,
                 real(piece.after),
+                piece.slows,
             )
             for piece in timed
         ],
@@ -149,6 +154,7 @@ def source_of(cluster: Cluster, dtype: str) -> dict[str, Source]:
         for key, value in described:
             if isinstance(value, Number) or hasattr(value, "for_ranks"):
                 found[f"{where}.{key}"] = value.source
+    found |= {f"collectives.{times.name}": times.source for times in cluster.collectives}
     peak = cluster.device.peak_TFLOPS.get(dtype)  # type: ignore[call-overload]
     if peak is not None:
         found["device.peak_TFLOPS"] = peak.source

@@ -126,7 +126,7 @@ def test_broken_and_missing_files_are_one_sentence(tmp_path: Path) -> None:
 def test_digest_follows_the_numbers(tmp_path: Path) -> None:
     """Equal numbers, equal digest; one changed number, another digest."""
     one, two = read_cluster("cpu-gloo"), read_cluster("cpu-gloo")
-    changed = one.model_copy(update={"shared_cores": False})
+    changed = one.model_copy(update={"shared_cores": 3})
 
     assert one.digest == two.digest != changed.digest
     assert Cluster.model_validate(one.model_dump()) == one

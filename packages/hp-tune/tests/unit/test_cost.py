@@ -157,13 +157,30 @@ def test_recomputation_repeats_the_forward_with_its_collectives() -> None:
 
 
 def test_shared_cores_hide_the_imbalance() -> None:
-    """Ranks that share cores: wall time follows the mean work."""
-    cluster = read_cluster("cpu-gloo")
-    alone = cluster.model_copy(update={"shared_cores": False})
+    """Ranks that share cores: wall time follows the work of all, and the last one's own core."""
+    shared = read_cluster("cpu-gloo")
     w = job(4096, 4, dtype="fp32")
 
-    assert price(model(), w, 1, cluster=cluster).imbalance == 1
-    assert price(model(), w, 1, cluster=alone).imbalance == pytest.approx(1.75, rel=0.01)
+    def imbalance(cores: int | None, **fields: Any) -> float:
+        cluster = shared.model_copy(update={"shared_cores": cores, **fields})
+        return price(model(), w, 1, cluster=cluster).imbalance
+
+    assert imbalance(1) == pytest.approx(1)
+    assert imbalance(2) == pytest.approx(9 / 8, rel=0.01)
+    assert imbalance(None) == imbalance(4) == pytest.approx(1.75, rel=0.01)
+    # hosts of two ranks and one core: the later one has 5 and 7 of 16 parts, even would be 8
+    assert imbalance(1, shared_by=2) == pytest.approx(12 / 8, rel=0.01)
+
+
+def test_shared_cores_stretch_what_is_even() -> None:
+    """Four ranks on two cores take twice as long for projections and copies, not for transfers."""
+    shared = read_cluster("cpu-gloo")
+    alone = shared.model_copy(update={"shared_cores": None})
+    w = job(4096, 4, dtype="fp32")
+    slow, fast = (price(model(), w, 4, cluster=cluster) for cluster in (shared, alone))
+
+    for name, times in (("q projection", 2), ("copies", 2), ("attention", 2), ("all_to_all", 1)):
+        assert seconds(slow, name) == pytest.approx(times * seconds(fast, name), rel=0.01)
 
 
 def test_layout_and_batch_decide_the_copies() -> None:

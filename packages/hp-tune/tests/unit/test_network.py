@@ -9,6 +9,7 @@ import pytest
 
 from hp_tune.cluster import Cluster, Curve, Number
 from hp_tune.cluster_files import cluster_presets, read_cluster
+from hp_tune.collective_times import CollectiveTimes
 from hp_tune.network import Group, transfer
 
 GB = 1e9
@@ -175,3 +176,28 @@ def test_few_ranks_on_a_bus_get_more_each() -> None:
     for size, GBps in ((2, 22.3), (4, 4.6), (8, 2.0)):
         found = rate(cluster, "all_to_all", group(size, world=size))
         assert found == pytest.approx(GBps, rel=0.02)
+
+
+def test_measured_times_of_a_shape_come_before_the_tiers() -> None:
+    """Lines between the points; the same size at another stride is not that shape."""
+    times = CollectiveTimes(
+        kind="all_gather", size=8, stride=1, world_size=16, ref="by hand",
+        points=((1.0, 2.0), (3.0, 6.0), (5.0, 16.0)),
+    )  # fmt: skip
+    plain = read_cluster("atlas-800t-a2")
+    cluster = plain.model_copy(update={"collectives": (times,)})
+
+    def ms(mib: float, of: Group) -> float:
+        return transfer(cluster, "all_gather", of, mib * 2**20).seconds * 1e3
+
+    assert [ms(mib, group(8)) for mib in (0.5, 1, 2, 4, 7)] == pytest.approx([2, 2, 4, 11, 26])
+    found = transfer(cluster, "all_gather", group(8), 2**20)
+    assert (found.sources, found.tier) == (("collectives.all_gather.8x1",), "HCCS")
+    assert found.GBps == pytest.approx(2**20 / 2e-3 / 1e9)
+    for other in (group(4, stride=2), group(4)):
+        assert transfer(cluster, "all_gather", other, GB) == transfer(
+            plain, "all_gather", other, GB
+        )
+    assert transfer(cluster, "all_to_all", group(8), GB) == transfer(
+        plain, "all_to_all", group(8), GB
+    )
