@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hp_mesh.fsdp import check_fsdp_mesh
     from hp_mesh.layout import Layout, layout
     from hp_mesh.mesh import Mesh, flatten_mesh, init_device_mesh, split_cp_mesh
+    from hp_mesh.packing import PackedShard, pack_documents, shard_packed, unpack_documents
     from hp_mesh.parallelize import parallelize_module
     from hp_mesh.sequence import (
         join_sequence,
@@ -32,6 +33,7 @@ __all__ = [
     "BoundaryStyle",
     "Layout",
     "Mesh",
+    "PackedShard",
     "attention_window",
     "check_fsdp_mesh",
     "flatten_mesh",
@@ -41,12 +43,15 @@ __all__ = [
     "local_cu_seqlens",
     "multiple_for",
     "next_token_labels",
+    "pack_documents",
     "pad_sequence",
     "parallelize_module",
     "position_ids",
     "register_handler",
+    "shard_packed",
     "shard_sequence",
     "split_cp_mesh",
+    "unpack_documents",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -56,6 +61,7 @@ __getattr__, __dir__ = lazy_names(
         "BoundaryStyle": "hp_mesh.boundary",
         "Layout": "hp_mesh.layout",
         "Mesh": "hp_mesh.mesh",
+        "PackedShard": "hp_mesh.packing",
         "attention_window": "hp_mesh.view",
         "check_fsdp_mesh": "hp_mesh.fsdp",
         "flatten_mesh": "hp_mesh.mesh",
@@ -65,11 +71,14 @@ __getattr__, __dir__ = lazy_names(
         "local_cu_seqlens": "hp_mesh.sequence",
         "multiple_for": "hp_mesh.sequence",
         "next_token_labels": "hp_mesh.sequence",
+        "pack_documents": "hp_mesh.packing",
         "pad_sequence": "hp_mesh.sequence",
         "parallelize_module": "hp_mesh.parallelize",
         "position_ids": "hp_mesh.sequence",
         "register_handler": "hp_mesh.view",
+        "shard_packed": "hp_mesh.packing",
         "shard_sequence": "hp_mesh.sequence",
         "split_cp_mesh": "hp_mesh.mesh",
+        "unpack_documents": "hp_mesh.packing",
     },
 )

@@ -33,6 +33,7 @@ __all__ = [
     "next_token_labels",
     "pad_sequence",
     "position_ids",
+    "rank_and_size",
     "rank_rows",
     "shard_sequence",
 ]
@@ -60,7 +61,7 @@ def shard_sequence(
         pad_value: Pad at the end to the next good length with this; `pad_sequence` gives the mask.
             None refuses lengths that don't divide.
     """
-    rank, size = _rank_and_size("shard_sequence", cp)
+    rank, size = rank_and_size("shard_sequence", cp)
     dim = _seq_dim("shard_sequence", x, seq_dim)
     if pad_value is not None:
         x, _ = pad_sequence(x, multiple_for(cp, order), seq_dim=dim, value=pad_value)
@@ -115,7 +116,7 @@ def multiple_for(
     cp: ContextRank, order: Order = "contiguous", *, load_balance: bool = False
 ) -> int:
     """Return what a sequence length must be a multiple of: P, or 2P for two chunks a rank."""
-    _, size = _rank_and_size("multiple_for", cp)
+    _, size = rank_and_size("multiple_for", cp)
     return 2 * size if _two_chunks("multiple_for", order) or load_balance else size
 
 
@@ -142,7 +143,7 @@ def position_ids(
         device: Where the result lives.
     """
     where = "position_ids"
-    rank, size = _rank_and_size(where, cp)
+    rank, size = rank_and_size(where, cp)
     if (local_length is None) == (global_length is None):
         raise fail(where, "exactly one of local_length and global_length must be given")
     if local_length is not None:
@@ -191,35 +192,55 @@ def next_token_labels(
     labels = labels.index_fill(dim, index, ignore_index)
     if cp is None:
         return labels
-    rank, size = _rank_and_size(where, cp)
+    rank, size = rank_and_size(where, cp)
     return _cut(labels, dim, _rows(where, rank, size, length, order))
 
 
 def local_cu_seqlens(
-    cu_seqlens: Sequence[int] | Tensor, rank: int, size: int, *, global_length: int | None = None
+    cu_seqlens: Sequence[int] | Tensor,
+    rank: int,
+    size: int,
+    *,
+    global_length: int | None = None,
+    order: Order = "contiguous",
 ) -> list[int]:
-    """Return the document boundaries within this rank's contiguous part, ``[0, ..., <= S/P]``.
+    """Return the document boundaries within this rank's part, ``[0, ..., <= S/P]``.
 
     Documents of which the rank has nothing stay, with length 0: every rank has as many. With
-    documents of 3 and 5 tokens on 2 ranks, ``[0, 3, 8]`` gives ``[0, 3, 4]`` and ``[0, 0, 4]``.
+    documents of 3 and 5 tokens on 2 ranks, ``[0, 3, 8]`` gives ``[0, 3, 4]`` and ``[0, 0, 4]``. In
+    head-tail order the pieces of the head chunk come first, then those of the tail chunk: twice as
+    many documents, of which one that goes on from the head into the tail is two.
 
     Args:
         cu_seqlens: Boundaries in the whole sequence, ``[0, ..., end]``.
         rank: CP rank.
         size: CP size.
-        global_length: Length of the whole sequence if padding follows the last document.
+        global_length: Length of the whole sequence if padding follows the last document; not in
+            head-tail order, where it would lie in between.
+        order: Order of the data.
     """
     where = "local_cu_seqlens"
-    rank, size = _rank_and_size(where, (rank, size))
+    rank, size = rank_and_size(where, (rank, size))
     length = int(cu_seqlens[-1]) if global_length is None else global_length
     bounds = _cu_seqlens(where, cu_seqlens, length)
-    ((start, stop),) = _rows(where, rank, size, length, "contiguous")
-    return [min(max(bound, start), stop) - start for bound in bounds]
+    rows = _rows(where, rank, size, length, order)
+    require(
+        len(rows) == 1 or bounds[-1] == length,
+        where,
+        f"the end of cu_seqlens ({bounds[-1]}) must be the sequence length ({length}) with order "
+        "'head_tail'",
+        "make the padding a document of its own",
+    )
+    local, taken = [0], 0
+    for start, stop in rows:
+        cut = [taken + min(max(bound, start), stop) - start for bound in bounds]
+        local, taken = [*local[:-1], *cut], taken + stop - start
+    return local
 
 
 def rank_rows(cp: ContextRank, length: int, order: Order = "contiguous") -> tuple[Range, ...]:
     """Return the ranges of the whole sequence that this rank holds, in the order it holds them."""
-    rank, size = _rank_and_size("rank_rows", cp)
+    rank, size = rank_and_size("rank_rows", cp)
     return _rows("rank_rows", rank, size, length, order)
 
 
@@ -247,7 +268,7 @@ def _two_chunks(where: str, order: str) -> bool:
     return order == "head_tail"
 
 
-def _rank_and_size(where: str, cp: ContextRank) -> tuple[int, int]:
+def rank_and_size(where: str, cp: ContextRank) -> tuple[int, int]:
     """Read rank and size; on a 2-D mesh the rank counts along the second axis first."""
     if not isinstance(cp, DeviceMesh):
         rank, size = cp
