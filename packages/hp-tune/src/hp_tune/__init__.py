@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         TuneError,
         UsageError,
     )
+    from hp_tune.explanation import Explanation, explain
     from hp_tune.hf_config import model_from_config, read_model
     from hp_tune.model import Attention, Model
     from hp_tune.plan_file import Entry, PlanFile, load
@@ -33,6 +34,7 @@ __all__ = [
     "Cluster",
     "Config",
     "Entry",
+    "Explanation",
     "Model",
     "NoConfigurationError",
     "PlanFile",
@@ -44,6 +46,7 @@ __all__ = [
     "TuneError",
     "UsageError",
     "Workload",
+    "explain",
     "load",
     "model_from_config",
     "predict",
@@ -65,6 +68,7 @@ _HOMES = {
         "TuneError",
         "UsageError",
     ),
+    "hp_tune.explanation": ("Explanation", "explain"),
     "hp_tune.hf_config": ("model_from_config", "read_model"),
     "hp_tune.model": ("Attention", "Model"),
     "hp_tune.plan_file": ("Entry", "PlanFile", "load"),

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from hp_tune.cluster import Cluster, Curve, Number
@@ -19,21 +15,19 @@ from hp_tune.memory import GIB
 from hp_tune.model import Model
 from hp_tune.plan_file import PlanFile
 from hp_tune.ranking import Ranked
+from hp_tune.tables import milliseconds, new_console, new_table, print_json
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 __all__ = ["cluster", "model", "plan", "presets", "result_json", "result_text", "study"]
 
-PLAIN_WIDTH = 120
-"""Columns where the output is no terminal, so that a log and a test read the same everywhere."""
-
 
 def result_text(result: Result, out: Path | None) -> None:
     """Print a search: what was asked, the ranking, every rejection, the margin."""
     workload, model = result.workload, result.model
     layer = next((layer for layer in model.layers if layer.exchanges), model.layers[0])
-    line = partial(_console().print, soft_wrap=True)
+    line = partial(new_console().print, soft_wrap=True)
     line(
         f"model    {model.name}: {model.model_type}, {len(model.layers)} layers, "
         f"H={layer.num_heads} Hkv={layer.num_kv_heads} d={layer.head_size}"
@@ -83,7 +77,7 @@ def result_json(result: Result, out: Path | None) -> None:
     """Print a search as one JSON object."""
     cp = result.workload.cp_size
     best = result.ranking[0].prediction.seconds if result.ranking else 0.0
-    _print_json(
+    print_json(
         {
             "model": {"name": result.model.name, "digest": result.model.digest},
             "cluster": {"name": result.cluster.name, "digest": result.cluster.digest},
@@ -129,25 +123,25 @@ def result_json(result: Result, out: Path | None) -> None:
 def presets(models: Sequence[Model], clusters: Sequence[Cluster], as_json: bool) -> None:
     """Print the names of all presets with what they are."""
     if as_json:
-        _print_json({"models": [m.name for m in models], "clusters": [c.name for c in clusters]})
+        print_json({"models": [m.name for m in models], "clusters": [c.name for c in clusters]})
         return
-    table = _table("model", "layers", "heads", "KV heads", "head size", "longest")
+    table = new_table("model", "layers", "heads", "KV heads", "head size", "longest")
     for found in models:
         layer = next((layer for layer in found.layers if layer.exchanges), found.layers[0])
         counts = (len(found.layers), layer.num_heads, layer.num_kv_heads, layer.head_size)
         table.add_row(found.name, *map(str, counts), str(found.max_length))
-    other = _table("cluster", "description")
+    other = new_table("cluster", "description")
     for described in clusters:
         other.add_row(described.name, described.description)
-    _console().print(table, other)
+    new_console().print(table, other)
 
 
 def model(found: Model, as_json: bool) -> None:
     """Print one model."""
     if as_json:
-        _print_json(found.model_dump(mode="json"))
+        print_json(found.model_dump(mode="json"))
         return
-    console = _console()
+    console = new_console()
     console.print(f"{found.name}: {found.model_type}, hidden {found.hidden_size}")
     for layer, count in found.layer_groups:
         console.print(f"  {count} x {layer.describe()}")
@@ -160,9 +154,9 @@ def model(found: Model, as_json: bool) -> None:
 def cluster(found: Cluster, as_json: bool) -> None:
     """Print one cluster, number by number, with where each is from."""
     if as_json:
-        _print_json(found.model_dump(mode="json", exclude_none=True))
+        print_json(found.model_dump(mode="json", exclude_none=True))
         return
-    table = _table("number", "value", "source", "reference")
+    table = new_table("number", "value", "source", "reference")
     for name, number in _numbers(found):
         table.add_row(name, f"{number.value:g}", number.source, number.ref)
     for tier in found.tiers:
@@ -171,16 +165,16 @@ def cluster(found: Cluster, as_json: bool) -> None:
             if curve is not None:
                 points = " ".join(f"{s:g}:{rate:g}" for s, rate in curve.for_ranks(tier.size or 8))
                 table.add_row(f"tiers.{tier.name}.{name}", points, curve.source, curve.ref)
-    console = _console()
+    console = new_console()
     console.print(f"{found.name}: {found.description}", table)
 
 
 def plan(found: PlanFile, as_json: bool) -> None:
     """Print a plan."""
     if as_json:
-        _print_json({**found.content(), "digest": found.digest})
+        print_json({**found.content(), "digest": found.digest})
         return
-    console = _console()
+    console = new_console()
     console.print(f"plan {found.digest[:12]} for {found.model['name']} on {found.cluster['name']}")
     for entry in found.entries:
         when, table = entry.when, _ms_table()
@@ -190,8 +184,9 @@ def plan(found: PlanFile, as_json: bool) -> None:
         )
         for rank, priced in enumerate((entry.best, *entry.alternatives), start=1):
             table.add_row(
-                str(rank), priced.mode, _ms(priced.forward_ms), _ms(priced.backward_ms),
-                f"{priced.vs_best:.3f}", _ms(priced.exposed_comm_ms),
+                str(rank), priced.mode,
+                milliseconds(priced.forward_ms), milliseconds(priced.backward_ms),
+                f"{priced.vs_best:.3f}", milliseconds(priced.exposed_comm_ms),
                 f"{priced.imbalance:.3f}", f"{priced.memory_GiB:.1f}",
             )  # fmt: skip
         console.print(table)
@@ -210,15 +205,15 @@ def study(
             {"number": t.number, "state": t.state.name, "ms": t.value, **t.user_attrs}
             for t in ordered
         ]
-        _print_json({"name": name, "inputs": attributes.get("inputs"), "trials": rows})
+        print_json({"name": name, "inputs": attributes.get("inputs"), "trials": rows})
         return
-    table = _table("trial", "config", "state", "ms", "why")
+    table = new_table("trial", "config", "state", "ms", "why")
     for trial in ordered:
         found = trial.user_attrs
         why = f"{found['rule']}: {found['message']}" if "rule" in found else ""
-        value = "" if trial.value is None else _ms(trial.value)
+        value = "" if trial.value is None else milliseconds(trial.value)
         table.add_row(str(trial.number), str(found.get("label")), trial.state.name, value, why)
-    _console().print(name, table)
+    new_console().print(name, table)
 
 
 def _ranking_table(result: Result) -> Table:
@@ -229,10 +224,10 @@ def _ranking_table(result: Result) -> Table:
         table.add_row(
             str(rank),
             ranked.config.label(result.workload.cp_size),
-            _ms(found.forward * 1e3),
-            _ms(found.backward * 1e3),
+            milliseconds(found.forward * 1e3),
+            milliseconds(found.backward * 1e3),
             f"{found.seconds / best:.3f}",
-            _ms(found.exposed_comm * 1e3),
+            milliseconds(found.exposed_comm * 1e3),
             f"{found.imbalance:.3f}",
             f"{ranked.memory.total / GIB:.1f}",
         )
@@ -240,22 +235,9 @@ def _ranking_table(result: Result) -> Table:
 
 
 def _ms_table() -> Table:
-    return _table(
+    return new_table(
         "rank", "config", "fwd ms", "bwd ms", "vs best", "exposed ms", "imbalance", "memory GiB"
     )
-
-
-def _table(*headers: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for header in headers:
-        numeric = header in ("rank", "value", "trial", "ms") or header[-3:] in (" ms", "GiB")
-        table.add_column(header, justify="right" if numeric else "left", overflow="fold")
-    return table
-
-
-def _ms(value: float) -> str:
-    """Return four digits, and never a power of ten."""
-    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _margin(result: Result) -> str:
@@ -295,12 +277,3 @@ def _numbers(found: Cluster) -> list[tuple[str, Number]]:
     for where, described in parts:
         rows += [(f"{where}.{key}", v) for key, v in described if isinstance(v, Number)]
     return rows
-
-
-def _console() -> Console:
-    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", PLAIN_WIDTH))
-    return Console(width=width, markup=False, highlight=False, soft_wrap=False, emoji=False)
-
-
-def _print_json(value: object) -> None:
-    sys.stdout.write(json.dumps(value, indent=1) + "\n")

@@ -1,0 +1,134 @@
+"""Commands that look at a search: that of a plan made again, or one asked for by its options."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from hp_tune.commands.options import read_workload, tell
+from hp_tune.errors import UsageError
+
+if TYPE_CHECKING:
+    from hp_tune.engine import Result
+
+__all__ = ["progress_bar", "result_asked_for", "search_options"]
+
+NOT_ASKED = ("study", "out", "as_json", "help")
+"""Parameters of ``search`` that say what becomes of a result, and not which."""
+IN_BOTH = ("model", "cluster", "seq")
+"""Options that make sense beside a plan: where its descriptions are, and which of its entries."""
+
+
+def search_options(command: click.Command) -> click.Command:
+    """Add the options of ``search`` to a command, none of them required."""
+    from hp_tune.commands.search import search
+
+    for parameter in search.params:
+        if parameter.name in NOT_ASKED or not isinstance(parameter, click.Option):
+            continue
+        own = copy.copy(parameter)
+        own.required = False
+        command.params.append(own)
+    return command
+
+
+def result_asked_for(plan: Path | None, options: dict[str, Any]) -> Result:
+    """Return the search that a command line speaks of; nothing is recorded or written.
+
+    Args:
+        plan: The argument PLAN; None with none of the options of ``search`` is ``plan.json``.
+        options: Values of all options.
+    """
+    context = click.get_current_context()
+    given = [
+        name
+        for name in options
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        and name in _search_names()
+    ]
+    if plan is not None or not [name for name in given if name not in IN_BOTH]:
+        return _of_plan(plan or Path("plan.json"), options, given)
+    missing = [name for name in ("model", "cluster", "cp", "seq") if not options[name]]
+    if missing:
+        raise UsageError(
+            f"--{', --'.join(missing)} must be given to search without a plan",
+            "or name a plan.json",
+        )
+    return _of_search(options)
+
+
+def _search_names() -> set[str]:
+    from hp_tune.commands.search import search
+
+    return {str(parameter.name) for parameter in search.params} - set(NOT_ASKED)
+
+
+def _of_plan(path: Path, options: dict[str, Any], given: list[str]) -> Result:
+    from hp_tune.explanation_source import result_of_plan
+    from hp_tune.plan_file import load
+
+    if not path.is_file():
+        raise UsageError(
+            f"there is no plan {path}",
+            "write one with `hp-tune search`, or give the options of a search",
+        )
+    others = [name for name in given if name not in IN_BOTH]
+    if others:
+        raise UsageError(
+            f"--{', --'.join(others)} must be left out beside a plan, which says it already",
+            "without PLAN the options of a search are taken",
+        )
+    return result_of_plan(
+        load(path), model=options["model"], cluster=options["cluster"], seq_len=options["seq"]
+    )
+
+
+def _of_search(options: dict[str, Any]) -> Result:
+    from hp_tune import render
+    from hp_tune.cluster_files import read_cluster
+    from hp_tune.engine import NothingValidError, search
+    from hp_tune.hf_config import read_model
+
+    model = read_model(options["model"])
+    workload = read_workload(model, options)
+    try:
+        return search(
+            model,
+            read_cluster(options["cluster"]),
+            workload,
+            recompute=options["recompute"],
+            tell=tell,
+        )
+    except NothingValidError as error:
+        show = render.result_json if options["as_json"] else render.result_text
+        show(error.result, None)
+        raise
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar on stderr while work runs, where stdout and stderr are terminals; else nothing.
+
+    What is yielded takes (what is worked on, how many are done, of how many).
+    """
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):
+        yield lambda _name, _done, _total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(title, total=None)
+
+        def step(name: str, done: int, total: int) -> None:
+            progress.update(task, description=f"{title}: {name}", completed=done, total=total)
+
+        yield step

@@ -1,0 +1,115 @@
+"""``hp-tune explain``: from a plan whose descriptions must be the ones it was made with."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from hp_tune.cli import main
+from hp_tune.cluster_files import cluster_presets
+from hp_tune.plan_file import load, seal, write
+
+QWEN = ["--model", "Qwen2.5-7B", "--cluster", "atlas-800t-a2", "--cp", "8", "--seq", "64K"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder, and pytest's signal handlers left in place."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of one command."""
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return int(stopped.value.code or 0), out, err
+
+
+def test_a_plan_is_explained_as_its_search_would_be(capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan and the same options give the same words; a trace is written beside."""
+    run(capsys, "search", *QWEN)
+    code, out, err = run(capsys, "explain", "--trace", "t.json")
+
+    assert (code, err) == (0, "")
+    assert out.startswith("colossal u=1 load_balance is first of 4 for Qwen2.5-7B")
+    for words in ("all_gather k", "of peak", "assumed", "network  ....", "hybrid u=4  x1.379",
+                  "V03  ulysses u=8: num_heads (28)", "margin   37.9% to hybrid u=4",
+                  "flip     no assumed number", "would be the new best"):  # fmt: skip
+        assert words in out, words
+    assert json.loads(Path("t.json").read_text())["traceEvents"]
+    assert run(capsys, "explain", *QWEN)[1] == out
+    found = json.loads(run(capsys, "explain", "plan.json", "--rival", "2", "--json")[1])
+    assert [rival["label"] for rival in found["rivals"]] == ["hybrid u=4"]
+    assert found["winner"]["label"] == "colossal u=1 load_balance"
+    assert found["waterfall"] and found["timelines"] and found["opportunities"]
+    assert "backward  attention" in run(capsys, "explain", "--rival", "hybrid u=4")[1]
+
+
+def test_other_descriptions_than_the_plans_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By digest: another cluster, an edited one, another model; and numbers that come out else."""
+    own = Path("own.yaml")
+    own.write_text(cluster_presets()["atlas-800t-a2"].read_text())
+    run(capsys, "search", *QWEN, "--cluster", "own.yaml")
+    assert run(capsys, "explain")[0] == 0, "a copy of the preset is the preset"
+    own.write_text(own.read_text().replace("name: atlas-800t-a2", "name: our-cluster", 1))
+    run(capsys, "search", *QWEN, "--cluster", "own.yaml")
+    code, _, err = run(capsys, "explain")
+    assert (code, "cluster 'our-cluster', which is no preset" in err) == (2, True)
+    assert run(capsys, "explain", "--cluster", "own.yaml")[0] == 0
+    own.write_text(own.read_text().replace("value: 0.66", "value: 0.67", 1))
+    code, _, err = run(capsys, "explain", "--cluster", "own.yaml")
+    assert (code, "of digest" in err and "--cluster own.yaml has" in err) == (8, True)
+    code, _, err = run(capsys, "explain", "--cluster", "own.yaml", "--model", "Qwen3-8B")
+    assert (code, "a model 'Qwen2.5-7B' of digest" in err) == (8, True)
+
+    run(capsys, "search", *QWEN)
+    plan = load("plan.json")
+    (entry,) = plan.entries
+    faster = entry.best.model_copy(update={"forward_ms": entry.best.forward_ms / 2})
+    wrong = plan.model_copy(update={"entries": (entry.model_copy(update={"best": faster}),)})
+    write(seal(wrong), Path("plan.json"))
+    code, _, err = run(capsys, "explain")
+    assert (code, "must come to" in err) == (8, True)
+    write(seal(plan.model_copy(update={"cost_model": 1})), Path("plan.json"))
+    code, _, err = run(capsys, "explain")
+    assert (code, "cost_model of the plan (1)" in err) == (8, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["explain"], 2, "there is no plan plan.json"),
+        (["explain", "none.json"], 2, "there is no plan none.json"),
+        (["explain", "--cp", "8"], 2, "--model, --cluster, --seq must be given"),
+        (["explain", *QWEN, "--rival", "ulysses u=8"], 2, "V03 rejects it"),
+        (["explain", *QWEN, "--seq", "65537"], 3, "configurations are rejected"),
+        (["explain", *QWEN, "--trace", "none/t.json"], 2, "--trace none/t.json cannot be written"),
+    ],
+)
+def test_wrong_use_is_one_message_and_its_exit_code(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, text: str
+) -> None:
+    """As everywhere; with --json an object on stderr."""
+    found, _, err = run(capsys, *arguments)
+    assert (found, text in err) == (code, True), err
+    found, _, err = run(capsys, *arguments, "--json")
+    assert (found, json.loads(err)["code"]) == (code, code)
+
+
+def test_options_of_a_search_do_not_go_with_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan says them; a length chooses among its entries."""
+    run(capsys, "search", *QWEN)
+    code, _, err = run(capsys, "explain", "plan.json", "--cp", "4")
+    assert (code, "--cp must be left out beside a plan" in err) == (2, True)
+    assert run(capsys, "explain", "plan.json", "--seq", "32K")[0] == 0
+    code, _, err = run(capsys, "explain", "plan.json", "--seq", "1M")
+    assert (code, "seq_len (1048576) must be a length that the plan serves" in err) == (8, True)
