@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hp_comm.collectives import exchange_head_tail, gather_seq, head_to_seq, seq_to_head
     from hp_comm.counters import Traffic, TrafficRecord, traffic
     from hp_comm.failures import CollectiveError
+    from hp_comm.halo import fetch_rows
     from hp_comm.handle import Handle
     from hp_comm.kernels.arithmetic import HeadWork
     from hp_comm.reductions import scatter_seq, sum_shares
@@ -27,6 +28,7 @@ __all__ = [
     "TrafficRecord",
     "count_tokens",
     "exchange_head_tail",
+    "fetch_rows",
     "gather_seq",
     "global_loss",
     "head_to_seq",
@@ -48,6 +50,7 @@ __getattr__, __dir__ = lazy_names(
         "TrafficRecord": "hp_comm.counters",
         "count_tokens": "hp_comm.sequence",
         "exchange_head_tail": "hp_comm.collectives",
+        "fetch_rows": "hp_comm.halo",
         "gather_seq": "hp_comm.collectives",
         "global_loss": "hp_comm.sequence",
         "head_to_seq": "hp_comm.collectives",

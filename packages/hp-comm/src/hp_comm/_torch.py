@@ -25,6 +25,7 @@ __all__ = [
     "reduce_scatter",
     "sum_over_ranks",
     "swap",
+    "trade",
 ]
 
 Work = Any  # dist.Work: absent from the public stubs
@@ -102,6 +103,18 @@ def swap(output: Tensor, input: Tensor, peer: int, group: ProcessGroup) -> list[
             dist.P2POp(dist.irecv, _as_bytes(output), group=group, group_peer=peer),
         ]
     )
+
+
+def trade(
+    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], group: ProcessGroup
+) -> list[Work]:
+    """Start a batch of messages: ``(dense buffer, rank of group)`` for each way, or none at all."""
+    ops = [
+        dist.P2POp(way, _as_bytes(buffer), group=group, group_peer=peer)
+        for way, messages in ((dist.isend, sends), (dist.irecv, receives))
+        for buffer, peer in messages
+    ]
+    return dist.batch_isend_irecv(ops) if ops else []
 
 
 def is_plain_gloo(group: ProcessGroup) -> bool:
