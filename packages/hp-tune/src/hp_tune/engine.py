@@ -3,21 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hp_tune.cluster import Cluster
-from hp_tune.evaluate import Recompute, evaluate
+from hp_tune.evaluate import Evaluated, Point, Recompute, evaluate
 from hp_tune.files import sha256
 from hp_tune.model import Model
 from hp_tune.plan_making import COST_MODEL, make_plan
-from hp_tune.ranking import find_flips, front
-from hp_tune.result import NothingValidError, Objective, Result
-from hp_tune.study import record
+from hp_tune.ranking import Ranked, find_flips, front
+from hp_tune.result import Mode, NothingValidError, Objective, Result
 from hp_tune.workload import Workload
 
-__all__ = ["COST_MODEL", "NothingValidError", "Result", "search"]
+if TYPE_CHECKING:
+    from hp_tune.measured.result import Measurer
+    from hp_tune.place import Place
+    from hp_tune.records import Fate
+    from hp_tune.study import Trials
+
+__all__ = ["COST_MODEL", "NothingValidError", "Result", "Settings", "search"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a search is done, apart from what is searched.
+
+    Attributes:
+        mode: ``"analytic"`` ranks by prediction; ``"measured"`` runs every valid point;
+            ``"hybrid"`` runs those that are predicted near the best, or would be first if an
+            assumed number is wrong.
+        objective: ``"pareto"`` also returns the front of time and memory.
+        recompute: ``"auto"`` recomputes activations only if nothing fits without it.
+        overlap: Whether asynchronous exchanges exist; None asks the installed hp-cp. They are
+            rejected unless ``workload.handoffs``.
+        variants: Also groups of heads and K and V that are gathered again in backward.
+        within, keep: What ``"hybrid"`` keeps: all within this factor of the best predicted time,
+            and at least so many.
+        budget_seconds, max_trials: Where measuring stops in this run; None for no limit.
+    """
+
+    mode: Mode = "analytic"
+    objective: Objective = "time"
+    recompute: Recompute = "auto"
+    overlap: bool | None = None
+    variants: bool = False
+    within: float = 1.25
+    keep: int = 3
+    budget_seconds: float | None = None
+    max_trials: int | None = None
+
+    def made_by(self) -> dict[str, Any]:
+        """Return what a plan says of how it was searched."""
+        found: dict[str, Any] = {"mode": self.mode, "objective": self.objective}
+        if self.mode == "hybrid":
+            found |= {"within": self.within, "keep": self.keep}
+        return found
 
 
 def search(
@@ -25,71 +66,160 @@ def search(
     cluster: Cluster,
     workload: Workload,
     *,
-    recompute: Recompute = "auto",
-    overlap: bool | None = None,
-    variants: bool = False,
-    objective: Objective = "time",
     study: Path | None = None,
+    storage: str | None = None,
+    measurer: Measurer | None = None,
     tell: Callable[[str], None] = lambda _: None,
+    settings: Settings | None = None,
+    **options: Any,
 ) -> Result:
-    """Rank every configuration of ``workload`` by predicted time.
+    """Rank every configuration of ``workload`` by predicted or by measured time.
 
     Args:
         model: From `hp_tune.read_model`.
         cluster: From `hp_tune.read_cluster`.
         workload: Lengths and degrees; its ``recompute`` is replaced by what is decided here.
-        recompute: ``"auto"`` recomputes activations only if nothing fits without it.
-        overlap: Whether asynchronous exchanges exist; None asks the installed hp-cp. They are
-            rejected unless ``workload.handoffs``.
-        variants: Also groups of heads and K and V that are gathered again in backward.
-        objective: ``"pareto"`` also returns the front of time and memory.
         study: Journal file that keeps every point; None keeps nothing.
-        tell: Receives one sentence when there is something to wait for or to repair.
+        storage: Address of a database that keeps them instead, for workers on several machines.
+        measurer: Runs configurations; for the modes that measure.
+        tell: Receives one sentence when there is something to wait for, to repair or to report.
+        settings: How it is done; ``options`` are fields of `Settings` instead.
+        **options: Such as ``mode="hybrid"`` or ``variants=True``.
 
     Returns:
         The ranking, every rejected point with its rule, and the plan to write.
 
     Raises:
         NoConfigurationError: Everything is rejected; its ``result`` holds the reasons.
+        BudgetError: The budget ran out; its ``result`` holds what was measured, with a plan.
+        AllFailedError: Nothing that was measured has a time; its ``result`` says how each failed.
     """
+    how = replace(settings or Settings(), **options)
+    assert how.mode == "analytic" or measurer is not None, "a mode that measures has a measurer"
     found = evaluate(
-        model, cluster, workload, recompute=recompute, overlap=overlap, variants=variants
-    )
-    workload = found.workload
+        model, cluster, workload,
+        recompute=how.recompute, overlap=how.overlap, variants=how.variants,
+    )  # fmt: skip
     result = Result(
         model=model,
         cluster=cluster,
-        workload=workload,
+        workload=found.workload,
         ranking=found.ranking,
         rejected=tuple((p.config, p.rejection) for p in found.points if p.rejection),
         duplicates=found.duplicates,
         notes=found.notes,
-        objective=objective,
-        front=tuple(front(found.ranking)) if objective == "pareto" else (),
+        mode=how.mode,
+        objective=how.objective,
     )
-    if study is not None:
-        inputs = _inputs(model, cluster, workload)
-        recorded = record(study, _name(result), inputs, workload.cp_size, found.points, tell=tell)
-        result = replace(result, study=recorded)
+    place = _place(study, storage, how, tell)
+    if how.mode == "analytic" or not found.ranking:
+        if place is not None:
+            trials = _trials(place, result, found, how, None)
+            result = replace(result, study=trials.add([(p, _analytic(p)) for p in found.points]))
+        if result.ranking:
+            flips = find_flips(model, cluster, result.workload, result.ranking)
+            result = replace(result, flips=tuple(flips))
+    else:
+        assert measurer is not None, "checked above"
+        assert place is not None, "a mode that measures has a place"
+        result = _measured(result, found, how, place, measurer, tell)
+    return concluded(result, how)
+
+
+def concluded(result: Result, how: Settings) -> Result:
+    """Return the result with its plan, or raise the error that it amounts to."""
+    if result.ranking:
+        if how.objective == "pareto":
+            result = replace(result, front=tuple(front(result.ranking)))
+        result = replace(result, plan=make_plan([result], how.made_by()))
     error = result.outcome()
     if error is not None:
         raise error
-    result = replace(result, flips=tuple(find_flips(model, cluster, workload, result.ranking)))
-    return replace(result, plan=make_plan([result], {"mode": "analytic", "objective": objective}))
+    return result
 
 
-def _inputs(model: Model, cluster: Cluster, workload: Workload) -> dict[str, Any]:
-    return {
-        "cost_model": COST_MODEL,
-        "model": sha256(model.model_dump(mode="json")),
-        "cluster": cluster.digest,
-        **{f"workload.{key}": value for key, value in workload.model_dump(mode="json").items()},
-    }
+def _measured(
+    result: Result,
+    found: Evaluated,
+    how: Settings,
+    place: Place,
+    measurer: Measurer,
+    tell: Callable[[str], None],
+) -> Result:
+    """Measure what the mode asks for, and rank by it."""
+    from hp_tune.measure import Budget, measure, shortlist
+
+    wanted: list[Ranked] = list(found.ranking)
+    if how.mode == "hybrid":
+        wanted = shortlist(
+            result.model, result.cluster, result.workload, found.ranking,
+            within=how.within, keep=how.keep,
+        )  # fmt: skip
+    chosen = {ranked.config for ranked in wanted}
+    trials = _trials(place, result, found, how, measurer)
+    fates: list[tuple[Point, Fate]] = []
+    for point in found.points:
+        fate: Fate = "waiting" if point.config in chosen else "outranked"
+        fates.append((point, "rejected" if point.rejection else fate))
+    recorded = trials.add(fates)
+    ran = measure(trials, wanted, measurer, Budget(how.budget_seconds, how.max_trials), tell)
+    return replace(
+        result,
+        ranking=ran.ranking,
+        failed=ran.failed,
+        outranked=tuple(ranked for ranked in found.ranking if ranked.config not in chosen),
+        ended=ran.ended,
+        notes=(*result.notes, *ran.notes),
+        study=None if _is_memory(place) else recorded,
+    )
 
 
-def _name(result: Result) -> str:
+def _analytic(point: Point) -> Fate:
+    return "rejected" if point.rejection else "priced"
+
+
+def _place(
+    study: Path | None, storage: str | None, how: Settings, tell: Callable[[str], None]
+) -> Place | None:
+    from hp_tune.place import DatabasePlace, JournalPlace, MemoryPlace
+
+    if storage is not None:
+        return DatabasePlace(storage, tell)
+    if study is not None:
+        return JournalPlace(study, tell)
+    return None if how.mode == "analytic" else MemoryPlace()
+
+
+def _is_memory(place: Place) -> bool:
+    from hp_tune.place import MemoryPlace
+
+    return isinstance(place, MemoryPlace)
+
+
+def _trials(
+    place: Place, result: Result, found: Evaluated, how: Settings, measurer: Measurer | None
+) -> Trials:
+    from hp_tune.study import Trials
+
     workload = result.workload
-    return (
+    name = (
         f"{result.model.name} on {result.cluster.name}, "
         f"cp {workload.cp_size}, sequence {workload.seq_len}"
     )
+    inputs: dict[str, Any] = {
+        "cost_model": COST_MODEL,
+        "model": sha256(result.model.model_dump(mode="json")),
+        "cluster": result.cluster.digest,
+        **{f"workload.{key}": value for key, value in workload.model_dump(mode="json").items()},
+    }
+    if how.mode != "analytic":
+        assert measurer is not None, "a mode that measures has a measurer"
+        inputs |= how.made_by()
+        inputs |= {f"measurer.{key}": value for key, value in measurer.identity.items()}
+        name = f"{name}, {how.mode}"
+    if how.mode == "hybrid":  # what is ruled out as too slow depends on all that it is beside
+        inputs["space"] = sha256([point.config.model_dump() for point in found.points])[:16]
+    if how.objective != "time":
+        inputs["objective"] = how.objective
+    objectives = 2 if how.objective == "pareto" else 1
+    return Trials(place, name, inputs, workload.cp_size, objectives=objectives)

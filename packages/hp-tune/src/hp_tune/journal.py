@@ -29,9 +29,16 @@ LINK_GRACE_SECONDS = 3
 
 @contextmanager
 def locked(
-    path: Path, *, timeout: float = 60.0, tell: Callable[[str], None] = lambda _: None
+    path: Path,
+    *,
+    timeout: float = 60.0,
+    tell: Callable[[str], None] = lambda _: None,
+    doing: str = "",
 ) -> Iterator[None]:
-    """Hold the only right to write ``path``; raise `StudyError` after ``timeout`` seconds."""
+    """Hold the only right to write ``path``; raise `StudyError` after ``timeout`` seconds.
+
+    ``doing`` is what its holder does, for who waits; by default it writes ``path``.
+    """
     lock_path = path.with_name(path.name + ".flock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +48,7 @@ def locked(
             f"study {path} cannot be written: {error.strerror}", "name another place with --study"
         ) from None
     try:
-        _wait(descriptor, path, timeout, tell)
+        _wait(descriptor, path, timeout, tell, doing or f"writes {path}")
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
@@ -49,7 +56,9 @@ def locked(
         os.close(descriptor)
 
 
-def _wait(descriptor: int, path: Path, timeout: float, tell: Callable[[str], None]) -> None:
+def _wait(
+    descriptor: int, path: Path, timeout: float, tell: Callable[[str], None], doing: str
+) -> None:
     start, told = time.monotonic(), False
     while True:
         try:
@@ -63,21 +72,23 @@ def _wait(descriptor: int, path: Path, timeout: float, tell: Callable[[str], Non
                     "wait for that search to end, or use another --study",
                 ) from None
             if waited > 2 and not told:
-                tell(f"waiting for process {owner}, which writes {path}")
+                tell(f"waiting for process {owner}, which {doing}")
                 told = True
             time.sleep(0.02)
         else:
             return
 
 
-def repair_tail(path: Path) -> int:
+def repair_tail(path: Path, start: int = 0) -> int:
     """Cut off a last line that was not written to its end; return the bytes that were dropped.
 
     Call it with the lock held. A file that is broken anywhere else, or that never was a journal,
-    is left as it is and refused.
+    is left as it is and refused. The first ``start`` bytes are known to be whole.
     """
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            file.seek(start)
+            content = file.read()
     except FileNotFoundError:
         return 0
     except OSError as error:
@@ -93,16 +104,22 @@ def repair_tail(path: Path) -> int:
                 f"study {path} is broken in line {number} of {len(lines)}, not only at its end",
                 "start a new one with --study, or restore the file",
             )
-        if number == 1 and not (line.startswith(FIRST_BYTES) or FIRST_BYTES.startswith(line)):
+        begins = line.startswith(FIRST_BYTES) or FIRST_BYTES.startswith(line)
+        if number == 1 and not start and not begins:
             raise StudyError(f"{path} is not an Optuna journal", "name another file with --study")
     dropped = len(content) - good
-    with path.open("r+b") as file:
-        file.truncate(good)
-        if good and not content[:good].endswith(b"\n"):
-            file.seek(good)
-            file.write(b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    if not dropped and (not content or content.endswith(b"\n")):
+        return 0
+    try:
+        with path.open("r+b") as file:
+            file.truncate(start + good)
+            if good and not content[:good].endswith(b"\n"):
+                file.seek(start + good)
+                file.write(b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise StudyError(f"study {path} cannot be written: {error.strerror}") from None
     return dropped
 
 

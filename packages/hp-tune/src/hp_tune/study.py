@@ -1,37 +1,47 @@
 """Keep every point of a search as a trial of an Optuna study, each exactly once.
 
-An analytic point is recorded by one appended line (`Study.add_trial`), so a killed search leaves
-whole points or none. Which points are missing is decided, and they are added, under one lock:
-a second worker on the same file finds nothing left to do.
+A point is one appended record, so a killed search leaves whole points or none. Which points are
+missing is decided, and they are added, by one worker at a time: a second worker on the same study
+finds nothing left to do. A point that is to be measured waits; who takes it writes down who it is,
+so that the point of a worker that was killed is taken up by the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hp_mesh.checks import divisors
 from hp_tune.errors import StudyError
-from hp_tune.evaluate import Point
 from hp_tune.files import sha256
-from hp_tune.journal import locked, open_storage, repair_tail
-from hp_tune.space import HEAD_GROUPS
+from hp_tune.journal import open_storage
+from hp_tune.measured.result import Measured
+from hp_tune.owner import is_gone, this_process
+from hp_tune.place import JournalPlace, Place
+from hp_tune.records import Fate, measured_from, measured_to, trial_of
 from hp_tune.workload import Config
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from optuna import Study
+    from optuna.storages import BaseStorage
     from optuna.trial import FrozenTrial
 
-__all__ = ["Point", "Recorded", "open_study", "point_key", "read_study", "record"]
+    from hp_tune.evaluate import Point
+
+__all__ = ["Recorded", "Trials", "open_study", "point_key", "read_study"]
+
+FINALS = "finals"
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """What recording did: points added now, points found there, bytes of a torn tail dropped."""
 
-    path: Path
+    path: Path | str
     added: int
     found: int
     dropped_bytes: int
@@ -42,40 +52,139 @@ def point_key(config: Config) -> str:
     return sha256(config.model_dump())[:16]
 
 
-def record(
-    path: Path,
-    name: str,
-    inputs: Mapping[str, Any],
-    cp_size: int,
-    points: Sequence[Point],
-    *,
-    tell: Callable[[str], None] = lambda _: None,
-) -> Recorded:
-    """Add the points that the study at ``path`` does not have yet.
+class Trials:
+    """The trials of one search, which other workers may share.
 
     Args:
-        path: The Journal file; created when it does not exist.
-        name: Name of the study, for people.
+        place: Where the study lives.
+        name: Its name, for people; in a shared place with a digest of ``inputs`` behind it.
         inputs: Everything that the numbers follow from. A study of other inputs is refused.
         cp_size: Number of CP ranks, the range of the degree.
-        points: The whole space.
-        tell: Receives one sentence when there is something to wait for or to repair.
+        objectives: How many values a trial has: time in ms, and memory in GiB.
     """
-    with locked(path, tell=tell):
-        dropped = repair_tail(path)
-        if dropped:
-            tell(f"{path} ended in the middle of a record: dropped {dropped} bytes and went on")
-        try:
-            study = open_study(path, name, inputs)
-            known = _keys(study, path)
-            missing = [point for point in points if point_key(point.config) not in known]
-            for point in missing:
-                study.add_trial(_trial(point, cp_size))
-        except OSError as error:
-            raise StudyError(
-                f"study {path} cannot be written: {error.strerror}", "use another --study"
-            ) from None
-    return Recorded(path, len(missing), len(points) - len(missing), dropped)
+
+    def __init__(
+        self,
+        place: Place,
+        name: str,
+        inputs: Mapping[str, Any],
+        cp_size: int,
+        *,
+        objectives: int = 1,
+    ) -> None:
+        self.place, self.inputs, self.cp_size = place, dict(inputs), cp_size
+        self.name = f"{name} ({sha256(self.inputs)[:12]})" if place.is_shared else name
+        self.objectives = objectives
+
+    @contextmanager
+    def _open(self) -> Iterator[tuple[Study, BaseStorage]]:
+        with self.place.exclusive() as storage:
+            study = _study_in(
+                storage, str(self.place), self.name, self.inputs, self.objectives,
+                alone=not self.place.is_shared,
+            )  # fmt: skip
+            yield study, storage
+
+    def add(self, points: Sequence[tuple[Point, Fate]]) -> Recorded:
+        """Add the points that the study does not have yet, as done, waiting or ruled out."""
+        with self._open() as (study, _):
+            known = _by_key(study, str(self.place))
+            missing = [p for p in points if point_key(p[0].config) not in known]
+            study.add_trials(
+                trial_of(point, fate, point_key(point.config), self.cp_size, self.objectives)
+                for point, fate in missing
+            )
+        where = self.place.path if isinstance(self.place, JournalPlace) else str(self.place)
+        return Recorded(where, len(missing), len(points) - len(missing), self.place.dropped)
+
+    def claim(self, wanted: Sequence[Config]) -> tuple[Config | None, list[dict[str, Any]]]:
+        """Take the first of ``wanted`` that waits, or whose owner has died.
+
+        Returns:
+            The configuration that is now this process's to measure, or None; and the owners of
+            those that are being measured elsewhere.
+        """
+        from optuna.trial import TrialState
+
+        busy: list[dict[str, Any]] = []
+        with self._open() as (study, storage):
+            known = _by_key(study, str(self.place))
+            for config in wanted:
+                trial = known[point_key(config)]
+                owner = trial.user_attrs.get("owner", {})
+                if trial.state == TrialState.RUNNING and not is_gone(owner):
+                    busy.append(owner)
+                elif not trial.state.is_finished():
+                    storage.set_trial_user_attr(trial._trial_id, "owner", this_process())
+                    if trial.state == TrialState.WAITING:
+                        storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING)
+                    return config, busy
+        return None, busy
+
+    def finish(self, config: Config, measured: Measured, values: Sequence[float]) -> None:
+        """Record how a claimed point ran; ``values`` are those of the objectives."""
+        from optuna.trial import TrialState
+
+        with self._mine(config) as (trial, storage):
+            if trial is None:
+                return
+            number = trial._trial_id
+            storage.set_trial_user_attr(number, "measured", measured_to(measured))
+            if measured.outcome == "ok":
+                storage.set_trial_user_attr(number, "source", "measured")
+                storage.set_trial_state_values(number, TrialState.COMPLETE, list(values))
+                return
+            storage.set_trial_user_attr(number, "outcome", measured.outcome)
+            storage.set_trial_user_attr(number, "message", measured.reason)
+            storage.set_trial_state_values(number, TrialState.FAIL)
+
+    def give_back(self, config: Config) -> None:
+        """Let a claimed point wait again: it was interrupted, and whoever comes next takes it."""
+        from optuna.trial import TrialState
+
+        with self._mine(config) as (trial, storage):
+            if trial is not None:
+                times = trial.user_attrs.get("interrupted", 0) + 1
+                storage.set_trial_user_attr(trial._trial_id, "interrupted", times)
+                storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
+
+    @contextmanager
+    def _mine(self, config: Config) -> Iterator[tuple[FrozenTrial | None, BaseStorage]]:
+        """Give the trial of a claimed point, or None where another took it for abandoned."""
+        with self._open() as (study, storage):
+            trial = _by_key(study, str(self.place))[point_key(config)]
+            owner, me = trial.user_attrs.get("owner", {}), this_process()
+            same = all(owner.get(key) == me[key] for key in me if key != "until")
+            yield (trial if same and not trial.state.is_finished() else None), storage
+
+    def measured(self, wanted: Sequence[Config]) -> dict[Config, Measured]:
+        """Return how each of ``wanted`` ran, for those that did."""
+        with self._open() as (study, _):
+            known = _by_key(study, str(self.place))
+        found = {config: known.get(point_key(config)) for config in wanted}
+        return {
+            config: measured_from(trial.user_attrs["measured"])
+            if "measured" in trial.user_attrs
+            else Measured("crash", "another tool ended this trial")
+            for config, trial in found.items()
+            if trial is not None and trial.state.is_finished()
+        }
+
+    def finals(self, finalists: Sequence[Config]) -> dict[Config, Measured] | None:
+        """Return how these finalists ran against each other, or None if they have not."""
+        with self._open() as (study, _):
+            found = study.user_attrs.get(FINALS, {})
+        keys = {point_key(config): config for config in finalists}
+        if set(found) != set(keys):
+            return None
+        return {keys[key]: measured_from(one) for key, one in found.items()}
+
+    def keep_finals(self, found: Mapping[Config, Measured]) -> None:
+        """Record how the finalists ran against each other."""
+        with self._open() as (study, _):
+            study.set_user_attr(
+                FINALS, {point_key(config): measured_to(one) for config, one in found.items()}
+            )
 
 
 def read_study(path: Path) -> tuple[str, dict[str, Any], list[FrozenTrial]]:
@@ -94,20 +203,34 @@ def read_study(path: Path) -> tuple[str, dict[str, Any], list[FrozenTrial]]:
 
 def open_study(path: Path, name: str, inputs: Mapping[str, Any]) -> Study:
     """Return the study in ``path``, made if it is not there; one of other inputs is refused."""
+    return _study_in(open_storage(path), str(path), name, inputs)
+
+
+def _study_in(
+    storage: BaseStorage,
+    where: str,
+    name: str,
+    inputs: Mapping[str, Any],
+    objectives: int = 1,
+    *,
+    alone: bool = True,
+) -> Study:
     import optuna
 
-    storage = open_storage(path)
     others = [found for found in storage.get_all_studies() if found.study_name != name]
-    if others:
+    if alone and others:
         wanted, has = dict(inputs), dict(others[0].user_attrs.get("inputs", {}))
         fields = [key for key in wanted if has.get(key) != wanted[key]]
         raise StudyError(
-            f"{path} holds another search ({others[0].study_name!r}, different in "
+            f"{where} holds another search ({others[0].study_name!r}, different in "
             f"{', '.join(fields) or 'its name'})",
             "use another --study, or delete the file",
         )
     study = optuna.create_study(
-        storage=storage, study_name=name, direction="minimize", load_if_exists=True
+        storage=storage,
+        study_name=name,
+        directions=["minimize"] * objectives,
+        load_if_exists=True,
     )
     stored = study.user_attrs.get("inputs")
     if stored is None:  # new, or killed right after it was created
@@ -115,83 +238,18 @@ def open_study(path: Path, name: str, inputs: Mapping[str, Any]) -> Study:
     elif stored != dict(inputs):
         fields = [key for key in inputs if stored.get(key) != inputs[key]]
         raise StudyError(
-            f"{path} was made from other inputs: {', '.join(fields) or 'unknown'} differ",
+            f"{where} was made from other inputs: {', '.join(fields) or 'unknown'} differ",
             "use another --study, or delete the file",
         )
     return study
 
 
-def _keys(study: Study, path: Path) -> set[str]:
-    keys = [trial.user_attrs.get("point") for trial in study.get_trials(deepcopy=False)]
-    if None in keys:
-        raise StudyError(f"{path} has trials that hp-tune did not write", "use another --study")
-    return {str(key) for key in keys}
-
-
-def _trial(point: Point, cp_size: int) -> FrozenTrial:
-    from optuna.distributions import CategoricalDistribution
-    from optuna.trial import TrialState, create_trial
-
-    config = point.config
-    attributes: dict[str, Any] = {
-        "point": point_key(config),
-        "label": config.label(cp_size),
-        **_numbers(point),
-    }
-    flags = CategoricalDistribution((False, True))
-    return create_trial(
-        state=TrialState.PRUNED if point.rejection else TrialState.COMPLETE,
-        value=None if point.prediction is None else point.prediction.seconds * 1e3,
-        params=config.model_dump(),
-        distributions={
-            "ulysses_degree": CategoricalDistribution(tuple(divisors(cp_size))),
-            "load_balance": flags,
-            "overlap": flags,
-            "head_groups": CategoricalDistribution((1, *HEAD_GROUPS)),
-            "keep_kv": flags,
-            "gather": CategoricalDistribution(("kv", "latent")),
-        },
-        user_attrs=attributes,
-    )
-
-
-def _numbers(point: Point) -> dict[str, Any]:
-    if point.rejection is not None:
-        found = point.rejection
-        return {
-            "rule": found.rule,
-            "message": found.message,
-            "numbers": found.numbers,
-            "hint": found.hint,
-        }
-    prediction, memory = point.prediction, point.memory
-    assert prediction is not None, "a point is priced or rejected"
-    assert memory is not None, "a priced point has its memory"
-    return {
-        "source": "analytic",
-        "forward_ms": prediction.forward * 1e3,
-        "backward_ms": prediction.backward * 1e3,
-        "exposed_comm_ms": prediction.exposed_comm * 1e3,
-        "imbalance": prediction.imbalance,
-        "bytes_sent": prediction.bytes_sent,
-        "num_collectives": prediction.num_collectives,
-        "memory_bytes": memory.total,
-        "memory": dict(memory.terms),
-        "terms": [
-            {
-                "name": term.name,
-                "phase": term.phase,
-                "resource": term.resource,
-                "layers": term.layers,
-                "ms": term.seconds * 1e3,
-                "exposed_ms": term.exposed * 1e3,
-                "bytes": term.bytes,
-                "formula": term.formula,
-                "inputs": dict(term.inputs),
-                "share_of_peak": term.share_of_peak,
-                "source": term.source,
-                "sources": list(term.sources),
-            }
-            for term in prediction.terms
-        ],
-    }
+def _by_key(study: Study, where: str) -> dict[str, FrozenTrial]:
+    found: dict[str, FrozenTrial] = {}
+    for trial in study.get_trials(deepcopy=False):
+        if "point" not in trial.user_attrs:
+            raise StudyError(
+                f"{where} has trials that hp-tune did not write", "use another --study"
+            )
+        found[str(trial.user_attrs["point"])] = trial
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from hp_tune.workload import Config
 
@@ -50,6 +50,14 @@ class Measured:
 
 class Measurer(Protocol):
     """Runs configurations of one model, workload and cluster; no failure of a trial is raised."""
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """All that its numbers follow from beside model, cluster and workload, as JSON values.
+
+        The backend, hosts, versions, rounds: studies of measurers that differ here are not mixed.
+        """
+        ...
 
     def trial(self, config: Config) -> Measured:
         """Run one configuration in a job of its own: right, active, timed."""
