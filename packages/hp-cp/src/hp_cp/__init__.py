@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hp_cp.packed import packed_attention
     from hp_cp.plan import Plan, make_plan
     from hp_cp.prepared import PreparedAttention
+    from hp_cp.sliding import sliding_window_attention
     from hp_cp.style import ContextParallel
     from hp_mesh.fsdp import check_fsdp_mesh
     from hp_mesh.handoff import Handoff
@@ -36,6 +37,7 @@ __all__ = [
     "make_plan",
     "packed_attention",
     "parallelize_module",
+    "sliding_window_attention",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -54,5 +56,6 @@ __getattr__, __dir__ = lazy_names(
         "make_plan": "hp_cp.plan",
         "packed_attention": "hp_cp.packed",
         "parallelize_module": "hp_mesh.parallelize",
+        "sliding_window_attention": "hp_cp.sliding",
     },
 )

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from hp_cp.attention import rewrite_fusion_attention, window_sdpa
 from hp_cp.attention.rng import seeded
 from hp_cp.packed import register_packed_attention
+from hp_cp.sliding import register_sliding_window
 from hp_cp.unwrap import (
     beside_scores,
     block_seed,
@@ -46,6 +47,7 @@ def register_attention_handlers() -> None:
         register_handler(f"npu::npu_fusion_attention{suffix}", _FusionHandler(version))
     register_packed_attention()
     register_varlen()
+    register_sliding_window()
 
 
 def _sdpa_arguments(
