@@ -14,16 +14,19 @@ from torch.distributed import ProcessGroup
 
 from hp_comm import _torch
 from hp_comm.moves import Cut, Shape
-from hp_mesh.checks import fail, require
+from hp_mesh.checks import fail, require, require_divisible
+from hp_mesh.window import head_tail_chunks
 
 __all__ = [
     "Cuts",
+    "chunks_of_ranks",
     "group_of",
     "head_tables",
     "heads_to_sequence",
     "lengths_of_ranks",
     "one_dim",
     "put_back",
+    "require_order",
     "require_tensors",
     "sequence_to_heads",
     "take",
@@ -193,6 +196,25 @@ def lengths_of_ranks(
         f"lengths[{rank}] ({counts[rank]}) must be this rank's length on dim {dim} of x ({local})",
     )
     return Cut(dim, counts)
+
+
+def require_order(where: str, order: str) -> None:
+    """Refuse an order of data that there is not."""
+    if order not in ("contiguous", "head_tail"):
+        raise fail(where, f"order ({order!r}) must be 'contiguous' or 'head_tail'")
+
+
+def chunks_of_ranks(
+    where: str, length: int, dim: int, lengths: Sequence[int] | None, size: int
+) -> Cut:
+    """Cut a whole sequence into the ranks' chunks, ``r`` and ``2P - 1 - r`` of ``2P``."""
+    require(
+        lengths is None,
+        where,
+        "lengths must be None with order='head_tail', whose chunks are equal",
+    )
+    require_divisible(where, f"sequence length (dim {dim} of x)", length, "2P", 2 * size)
+    return Cut(dim, (2,) * size, head_tail_chunks(size), length // (2 * size))
 
 
 def rows_to_ranks(

@@ -1,4 +1,4 @@
-"""The four exchanges of sequence parallelism, on tensors of any strides, with gradients.
+"""The exchanges of sequence parallelism among all ranks, on any strides, with gradients.
 
 ======================  ==========================================  ===========================
 function                from -> to                                  backward
@@ -6,7 +6,6 @@ function                from -> to                                  backward
 `seq_to_head`           ``[B, S/P, H, D]`` -> ``[B, S, H/P, D]``    one all-to-all, mirrored
 `head_to_seq`           ``[B, S, H/P, D]`` -> ``[B, S/P, H, D]``    one all-to-all, mirrored
 `gather_seq`            ``[B, S/P, H, D]`` -> ``[B, S, H, D]``      one reduce-scatter, summed
-`exchange_head_tail`    a tail, for the mirror rank's               the same swap
 ======================  ==========================================  ===========================
 
 All dims are where ``seq_dim`` and ``head_dim`` say. Arguments are checked before anything is sent.
@@ -28,10 +27,10 @@ from hp_comm.handle import Handle
 from hp_comm.kernels.arithmetic import HeadWork, prepare
 from hp_comm.moves import Move
 from hp_comm.prepared import listed_works, prepared, weights_of
-from hp_comm.transfers import Exchange, Gather, Swap
-from hp_mesh.window import mirror_rank
+from hp_comm.transfers import Exchange, Gather
+from hp_mesh.sequence import Order
 
-__all__ = ["Heads", "exchange_head_tail", "gather_seq", "head_to_seq", "seq_to_head"]
+__all__ = ["Heads", "gather_seq", "head_to_seq", "seq_to_head"]
 
 Heads = Sequence[Sequence[int]]
 """Per rank of the group, the positions on the head dim that it gets (or has)."""
@@ -269,6 +268,7 @@ def gather_seq(
     *,
     seq_dim: int,
     lengths: Sequence[int] | None = ...,
+    order: Order = ...,
     dense: bool = ...,
     async_op: Literal[False] = ...,
 ) -> Tensor: ...
@@ -279,6 +279,7 @@ def gather_seq(
     *,
     seq_dim: int,
     lengths: Sequence[int] | None = ...,
+    order: Order = ...,
     dense: bool = ...,
     async_op: Literal[True],
 ) -> Handle[Tensor]: ...
@@ -289,6 +290,7 @@ def gather_seq(
     *,
     seq_dim: int,
     lengths: Sequence[int] | None = ...,
+    order: Order = ...,
     dense: bool = ...,
     async_op: Literal[False] = ...,
 ) -> Tensors: ...
@@ -299,6 +301,7 @@ def gather_seq(
     *,
     seq_dim: int,
     lengths: Sequence[int] | None = ...,
+    order: Order = ...,
     dense: bool = ...,
     async_op: Literal[True],
 ) -> Handle[Tensors]: ...
@@ -308,6 +311,7 @@ def gather_seq(
     *,
     seq_dim: int,
     lengths: Sequence[int] | None = None,
+    order: Order = "contiguous",
     dense: bool = True,
     async_op: bool = False,
 ) -> Any:
@@ -320,8 +324,11 @@ def gather_seq(
         seq_dim: Dim of ``x`` that holds the sequence.
         lengths: Local sequence lengths of the ranks. Default: all as long as this rank's. Unequal
             ones are padded to the longest on the wire.
+        order: How the data lies on the ranks: consecutive shards, or head-tail (zigzag) pairs of
+            chunks, which are put in the order of the sequence as they are unpacked.
         dense: Whether each result must be dense. If not, it is what arrived, rows first, without
-            the copy that a batch in front of the sequence asks for.
+            the copy that a batch in front of the sequence asks for. Head-tail data is copied once
+            all the same, and dense.
         async_op: Return a `Handle` and let the transfer overlap with what comes next.
 
     Returns:
@@ -332,46 +339,19 @@ def gather_seq(
     where = "gather_seq"
     xs = _listed(where, x)
     size, rank = cuts.group_of(where, group)
+    cuts.require_order(where, order)
     parts, shapes = [], []
     for one in xs:
         s = cuts.one_dim(where, one.shape, "seq_dim", seq_dim)
-        part = cuts.lengths_of_ranks(where, one.shape, s, lengths, size, rank)
         shape = list(one.shape)
-        shape[s] = sum(part.counts)
+        if order == "head_tail":
+            shape[s] *= size
+            part = cuts.chunks_of_ranks(where, shape[s], s, lengths, size)
+        else:
+            part = cuts.lengths_of_ranks(where, one.shape, s, lengths, size, rank)
+            shape[s] = sum(part.counts)
         parts.append(part)
         shapes.append(tuple(shape))
     if size == 1:
         return _alone(where, x, xs, async_op)
     return _move(x, Gather(where, group, tuple(parts), tuple(shapes), not dense), xs, async_op)
-
-
-@overload
-def exchange_head_tail(
-    x: Tensor, group: ProcessGroup, *, async_op: Literal[False] = ...
-) -> Tensor: ...
-@overload
-def exchange_head_tail(
-    x: Tensor, group: ProcessGroup, *, async_op: Literal[True]
-) -> Handle[Tensor]: ...
-def exchange_head_tail(
-    x: Tensor, group: ProcessGroup, *, async_op: bool = False
-) -> Tensor | Handle[Tensor]:
-    """Swap a tensor with the mirror rank: rank ``r`` and rank ``P - 1 - r`` trade theirs.
-
-    Args:
-        x: What this rank gives away, of one shape and dtype on all ranks.
-        group: The ``P`` ranks. With an odd ``P`` the middle rank is its own mirror: no send.
-        async_op: Return a `Handle` and let the transfer overlap with what comes next.
-
-    Returns:
-        The mirror's tensor, dense; ``x`` itself on a rank that is its own mirror. Backward is the
-        same swap.
-    """
-    where = "exchange_head_tail"
-    (one,) = _listed(where, x)
-    size, rank = cuts.group_of(where, group)
-    mirror = mirror_rank(rank, size)
-    if mirror == rank:
-        return Handle.ready(where, one) if async_op else one
-    result: Tensor | Handle[Tensor] = _move(x, Swap(where, group, mirror), [one], async_op)
-    return result

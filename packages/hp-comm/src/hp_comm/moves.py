@@ -35,15 +35,23 @@ class Cut:
         dim: The dim, not negative.
         counts: Positions per rank.
         index: The positions themselves, rank after rank; None for consecutive ranges.
+        unit: Rows that stand for one position, as a chunk of a sequence does.
     """
 
     dim: int
     counts: tuple[int, ...]
     index: tuple[int, ...] | None = None
+    unit: int = 1
 
     def part(self, shape: Shape, rank: int) -> Shape:
         """Return the shape of what ``rank`` has of a tensor of ``shape``."""
-        return (*shape[: self.dim], self.counts[rank], *shape[self.dim + 1 :])
+        return (*shape[: self.dim], self.counts[rank] * self.unit, *shape[self.dim + 1 :])
+
+    def in_units(self, shape: Shape) -> Shape:
+        """Return ``shape`` with a position on ``dim`` and its rows behind it."""
+        if self.unit == 1:
+            return shape
+        return (*shape[: self.dim], shape[self.dim] // self.unit, self.unit, *shape[self.dim + 1 :])
 
     def is_even(self) -> bool:
         """Say whether every rank has as many positions."""
@@ -153,6 +161,7 @@ def dense(x: Tensor, cut: Cut | None, *, overlap: bool, joined: Sequence[int] = 
     if in_place and not overlap and lying.is_contiguous() and not (x.is_conj() or x.is_neg()):
         return lying.detach().view(-1)
     if cut is not None:
+        x = x.view(cut.in_units(tuple(x.shape))) if cut.unit > 1 else x  # any strides: one dim, two
         return pack([x], [cut.dim], list(cut.counts), list(cut.index or ()), joined)
     return pack([x], [0], [x.shape[0]], [])  # one part, in the order of its dims
 
@@ -164,7 +173,13 @@ def landing(like: Tensor, cut: Cut, shape: Shape) -> tuple[Tensor, Callable[[], 
         return out.view(-1), lambda: [out]
     counts, index = list(cut.counts), list(cut.index or ())
     buffer = like.new_empty(sum(prod(cut.part(shape, p)) for p in range(len(counts))))
-    return buffer, lambda: unpack(buffer, [list(shape)], [cut.dim], counts, index)
+    parts = list(cut.in_units(shape))
+
+    def finish() -> list[Tensor]:
+        (out,) = unpack(buffer, [parts], [cut.dim], counts, index)
+        return [out.view(shape)]
+
+    return buffer, finish
 
 
 def slices(buffer: Tensor, shapes: Sequence[Shape], joined: Sequence[int]) -> list[Tensor]:

@@ -22,17 +22,21 @@ from hp_comm.autograd import run
 from hp_comm.counters import record
 from hp_comm.failures import Naming
 from hp_comm.transfers import ReduceScatter
+from hp_mesh.sequence import Order
 
 __all__ = ["scatter_seq", "sum_shares"]
 
 
-def scatter_seq(x: Tensor, group: ProcessGroup, *, seq_dim: int) -> Tensor:
+def scatter_seq(
+    x: Tensor, group: ProcessGroup, *, seq_dim: int, order: Order = "contiguous"
+) -> Tensor:
     """Sum ``x`` over the ranks and return this rank's rows of the sum: what mirrors `gather_seq`.
 
     Args:
         x: ``[B, S, H, D]``, this rank's share of a sum.
         group: The ``P`` ranks.
         seq_dim: Dim of ``x`` that holds the sequence.
+        order: Which rows are this rank's, as in `gather_seq`; ``x`` is in natural order.
 
     Returns:
         ``[B, S/P, H, D]``, summed in the dtype of ``x``.
@@ -40,7 +44,11 @@ def scatter_seq(x: Tensor, group: ProcessGroup, *, seq_dim: int) -> Tensor:
     where = "scatter_seq"
     size, _ = cuts.group_of(where, group)
     dim = cuts.one_dim(where, x.shape, "seq_dim", seq_dim)
-    cut = cuts.rows_to_ranks(where, x.shape, dim, None, size)
+    cuts.require_order(where, order)
+    if order == "head_tail":
+        cut = cuts.chunks_of_ranks(where, x.shape[dim], dim, None, size)
+    else:
+        cut = cuts.rows_to_ranks(where, x.shape, dim, None, size)
     if size == 1:
         return x
     return run(ReduceScatter(where, group, (cut,), (tuple(x.shape),)), [x])[0]

@@ -17,7 +17,7 @@ from hp_comm import _torch
 from hp_comm.collectives import gather_seq
 from hp_comm.counters import record
 from hp_comm.failures import Naming
-from hp_mesh.checks import fail, require, require_divisible
+from hp_mesh.checks import require, require_divisible
 from hp_mesh.sequence import Order, join_sequence
 
 __all__ = ["count_tokens", "global_loss", "unshard_sequence"]
@@ -53,8 +53,7 @@ def unshard_sequence(
     where = "unshard_sequence"
     size, rank = cuts.group_of(where, group)
     dim = cuts.one_dim(where, x.shape, "seq_dim", seq_dim)
-    if order not in ("contiguous", "head_tail"):
-        raise fail(where, f"order ({order!r}) must be 'contiguous' or 'head_tail'")
+    cuts.require_order(where, order)
     if order == "head_tail":
         require(lengths is None, where, "lengths must be None with order='head_tail'")
         require_divisible(where, f"local length (dim {dim} of x)", x.shape[dim], "2", 2)
@@ -64,13 +63,15 @@ def unshard_sequence(
         require(
             0 <= length <= total, where, f"length ({length}) must be in 0..{total}, what there is"
         )
-    whole = gather_seq(x if sum_gradients else x.detach(), group, seq_dim=dim, lengths=lengths)
+    if sum_gradients:
+        whole = gather_seq(x, group, seq_dim=dim, lengths=lengths, order=order)
+        return whole if length is None else whole.narrow(dim, 0, length)
+    whole = gather_seq(x.detach(), group, seq_dim=dim, lengths=lengths)
     shards = list(torch.split(whole, list(part.counts), dim))
-    if not sum_gradients:
-        shards[rank] = x  # the only shard that a gradient flows to
+    shards[rank] = x  # the only shard that a gradient flows to
     if order == "head_tail":
         whole = join_sequence(shards, seq_dim=dim, order=order)
-    elif not sum_gradients:
+    else:
         whole = torch.cat(shards, dim)
     return whole if length is None else whole.narrow(dim, 0, length)
 

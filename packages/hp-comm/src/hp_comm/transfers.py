@@ -137,6 +137,7 @@ class Wire:
 
 @lru_cache(maxsize=512)
 def _wire(cuts: tuple[Cut, ...], shapes: tuple[Shape, ...], size: int) -> Wire:
+    assert all(cut.unit == 1 for cut in cuts), "an exchange cuts rows and heads, not chunks"
     index: list[int] = []
     if any(cut.index is not None for cut in cuts):
         for cut in cuts:
@@ -158,7 +159,8 @@ class Gather(Move):
     """Join the ranks' parts of each tensor along one dim, on every rank.
 
     With ``rows_first`` that dim leads on the wire: what arrives is the result, seen with its dims
-    in order, and needs no copy. Parts of unequal length are padded, and laid out densely.
+    in order, and needs no copy. Parts of unequal length are padded, and laid out densely; parts
+    whose positions do not follow one another are put in order by the one copy that does so.
     """
 
     cuts: tuple[Cut, ...]
@@ -181,7 +183,7 @@ class Gather(Move):
         cut, shape, size = self.cuts[t], self.shapes[t], _torch.group_size(self.group)
         if not cut.is_even():
             send, received, finish = _padded_gather(x, cut, shape)
-        elif self.rows_first:
+        elif self.rows_first and cut.index is None:
             send = dense(x.movedim(cut.dim, 0), None, overlap=overlap)
             received = buffer = x.new_empty(prod(shape))
 
@@ -279,11 +281,14 @@ class Swap(Move):
 
     def start(self, xs: Sequence[Tensor], *, overlap: bool) -> Pending:
         """Launch one send and one receive."""
-        (x,) = xs
+        return Pending([((0,), self.transfer(xs[0], overlap=overlap))])
+
+    def transfer(self, x: Tensor, *, overlap: bool) -> Transfer:
+        """Launch, as a part of a move."""
         send = dense(x, None, overlap=overlap)
         out = x.new_empty(x.shape)
         record("p2p", _torch.group_size(self.group), send.numel() * send.element_size())
         naming = Naming(self.where, "p2p", self.group)
         with naming:
             works = _torch.swap(out.view(-1), send, self.peer, self.group)
-        return Pending([((0,), Transfer(naming, works, send, lambda: [out]))])
+        return Transfer(naming, works, send, lambda: [out])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hp_comm import gather_seq, head_to_seq, seq_to_head
+from hp_comm import gather_seq, head_to_seq, merge_head_tail, seq_to_head, split_head_tail
 from hp_mesh.testing import randn, ranks
 
 P, S, H, D = 2, 12, 4, 6
@@ -100,6 +100,10 @@ def test_the_output_on_its_way_back(layout: str, batch: int, expected: tuple[int
         ("SBHD", 3, {}, (0, 1)),
         ("BSHD", 3, {}, (1, 2)),  # all of the sequence is put together
         ("BSHD", 3, {"dense": False}, (1, 2)),  # only the shard is, before it is sent
+        # each chunk is put where it belongs, once, also in a batch; both of rank 1 lie together
+        ("BSHD", 1, {"order": "head_tail"}, (3, 4)),
+        ("BSHD", 3, {"order": "head_tail"}, (3, 4)),
+        ("SBHD", 3, {"order": "head_tail", "dense": False}, (3, 4)),
     ],
 )
 def test_a_gather(
@@ -110,3 +114,21 @@ def test_a_gather(
 
     shape = _shapes(layout, batch, S // P, H)
     assert ranks(P).run(_count, run, shape) == [expected] * P
+
+
+@pytest.mark.parametrize("trade", [True, False], ids=["traded", "head-tail data"])
+@pytest.mark.parametrize("layout", ["BSHD", "SBHD"])
+def test_halves_for_balance(layout: str, trade: bool) -> None:
+    """Each half is copied once where they are put together; where they part, the one that goes."""
+    dim = layout.index("S")
+
+    def split(xs: list[Tensor], group: Any) -> Any:
+        return split_head_tail(xs[0], group, seq_dim=dim, trade=trade)
+
+    def merge(xs: list[Tensor], group: Any) -> Any:
+        return merge_head_tail(*xs, group, seq_dim=dim, trade=trade)
+
+    whole, half = (_shapes(layout, 3, rows, H) for rows in (6, 3))
+    strided = int(trade and layout == "BSHD")  # rows of a batch lie apart
+    assert ranks(P).run(_count, split, whole) == [(strided, 2)] * P
+    assert ranks(P).run(_count, merge, half, half) == [(2, strided)] * P

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hp_comm import gather_seq
+from hp_mesh.sequence import shard_sequence
 from hp_mesh.testing import assert_close, count_collectives, poison_empty, randn, ranks
 
 
@@ -77,6 +78,67 @@ def test_uneven_shards_are_gathered_and_their_gradients_summed(B: int, lengths: 
         assert_close(x.grad, up.sum(0).narrow(1, starts[rank], lengths[rank]), kind="grad")
 
     ranks(P).run(on)
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("seq_dim", [0, 1, 2])
+@pytest.mark.parametrize("P", [1, 2, 3])
+def test_head_tail_data_arrives_in_the_order_of_the_sequence(
+    P: int, seq_dim: int, async_op: bool
+) -> None:
+    """Bit for bit from a strided shard, dense; a gradient goes to the rows that a rank holds."""
+    shape = [3, 3, 3]
+    shape[seq_dim] = S = 2 * P * 3
+    whole, up = randn(*shape), randn(P, *shape, seed=1)
+
+    def on(rank: int, dense: bool) -> None:
+        def mine(x: torch.Tensor) -> torch.Tensor:
+            return shard_sequence(x, (rank, P), seq_dim=seq_dim, order="head_tail")
+
+        leaf = mine(whole).transpose(0, 2).contiguous().requires_grad_()
+        with count_collectives() as counted, poison_empty():
+            y = gather_seq(
+                leaf.transpose(0, 2), dist.group.WORLD, seq_dim=seq_dim, order="head_tail",
+                dense=dense, async_op=async_op,
+            )  # fmt: skip
+            y = y.wait() if async_op else y
+            assert torch.equal(y, whole) and y.shape[seq_dim] == S
+            (y * up[rank]).sum().backward()
+        assert P == 1 or y.is_contiguous()
+        assert_close(leaf.grad.transpose(0, 2), mine(up.sum(0)), kind="grad")
+        assert counted.summary() == ({} if P == 1 else {"all_gather": 1, "reduce_scatter": 1})
+
+    for dense in (True, False):
+        ranks(P).run(on, dense)
+
+
+def test_head_tail_data_has_second_derivatives() -> None:
+    """Rows are put in order on the way back, too."""
+
+    def on(rank: int) -> None:
+        x = randn(2, 4, 3, seed=rank, requires_grad=True)
+        y = gather_seq(x, dist.group.WORLD, seq_dim=1, order="head_tail")
+        (grad,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(grad.sum(), x)
+        assert_close(grad, 2 * 3 * x**2, kind="grad")
+        assert_close(second, 2 * 6 * x, kind="grad")
+
+    ranks(2).run(on)
+
+
+def test_orders_that_cannot_be_are_refused() -> None:
+    """An odd shard has no halves; head-tail chunks are equal; there are two orders."""
+
+    def on(rank: int) -> None:
+        x, group = torch.zeros(1, 3, 2), dist.group.WORLD
+        with pytest.raises(ValueError, match=r"sequence length \(dim 1 of x\) \(6\) must be div"):
+            gather_seq(x, group, seq_dim=1, order="head_tail")
+        with pytest.raises(ValueError, match="lengths must be None with order='head_tail'"):
+            gather_seq(x[:, :2], group, seq_dim=1, order="head_tail", lengths=[2, 2])
+        with pytest.raises(ValueError, match=r"order \('zigzag'\) must be 'contiguous' or"):
+            gather_seq(x, group, seq_dim=1, order="zigzag")  # type: ignore[arg-type]
+
+    ranks(2).run(on)
 
 
 def test_several_tensors_are_all_started_before_the_first_wait() -> None:

@@ -17,7 +17,14 @@ pytest.importorskip("triton", reason="no triton here; nox -s npu_compile and cud
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the kernels run on a CPU only under TRITON_INTERPRET=1", allow_module_level=True)
 
-from hp_comm import HeadWork, gather_seq, head_to_seq, seq_to_head
+from hp_comm import (
+    HeadWork,
+    gather_seq,
+    head_to_seq,
+    merge_head_tail,
+    seq_to_head,
+    split_head_tail,
+)
 from hp_comm.kernels import implementation
 from hp_mesh.testing import assert_close, randn, ranks
 
@@ -45,16 +52,20 @@ def _exchange(rank: int) -> None:
         handle = seq_to_head(xs[0], group, seq_dim=1, head_dim=2, async_op=True)
         back = head_to_seq(heads[0] * 2, group, seq_dim=2, head_dim=1)
         whole = gather_seq(xs[1], group, seq_dim=1)
+        natural = gather_seq(xs[2], group, seq_dim=1, order="head_tail")
+        halves = split_head_tail(xs[2], group, seq_dim=1)
+        merged = merge_head_tail(*(half * half for half in halves), group, seq_dim=1)
         loss = back.square().sum() + sum(h.square().sum() for h in heads[1:])
         loss = loss + handle.wait().square().sum() + (whole * whole.detach()).sum()
+        loss = loss + (natural * natural.detach()).sum() + merged.square().sum()
         loss.backward()
-        found.append([*heads, back, whole, *(x.grad for x in xs), weight.grad])
+        found.append([*heads, back, whole, natural, merged, *(x.grad for x in xs), weight.grad])
     for one, other in zip(*found, strict=True):
         assert_close(one, other, kind="grad")
 
 
 def test_exchanges_with_interpreted_kernels_equal_the_reference() -> None:
-    """Ulysses with QK-norm and rotary, async and sync, there and back, and a gather: two ranks."""
+    """Ulysses with QK-norm and rotary, async and sync, there and back; gathers; halves: 2 ranks."""
     pool = ranks(2, backend="processes")
     pool.run(_exchange, timeout=240.0)
     pool.close()

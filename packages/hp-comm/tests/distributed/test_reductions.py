@@ -7,6 +7,7 @@ import torch
 
 from hp_comm import scatter_seq, sum_shares, traffic
 from hp_comm.sequence import count_tokens
+from hp_mesh.sequence import Order, join_sequence, shard_sequence
 from hp_mesh.testing import assert_close, count_collectives, randn, ranks
 
 
@@ -16,27 +17,28 @@ def _group() -> torch.distributed.ProcessGroup:
     return group
 
 
-def _scatter(rank: int, size: int) -> None:
-    shares = [randn(2, 3 * size, 5, seed=r) for r in range(size)]
+def _scatter(rank: int, size: int, order: Order) -> None:
+    shares = [randn(2, 4 * size, 5, seed=r) for r in range(size)]
     mine = shares[rank].clone().requires_grad_()
-    ups = [randn(2, 3, 5, seed=10 + r) for r in range(size)]
+    ups = [randn(2, 4, 5, seed=10 + r) for r in range(size)]
 
     with count_collectives() as sent, traffic() as told:
-        rows = scatter_seq(mine, _group(), seq_dim=1)
+        rows = scatter_seq(mine, _group(), seq_dim=1, order=order)
         rows.backward(ups[rank])
 
-    assert_close(rows, sum(shares).chunk(size, 1)[rank])
-    assert_close(mine.grad, torch.cat(ups, 1), kind="grad")
-    bytes_sent = (size - 1) * 2 * 3 * 5 * 8
+    assert_close(rows, shard_sequence(sum(shares), (rank, size), order=order))
+    assert_close(mine.grad, join_sequence(ups, order=order), kind="grad")
+    bytes_sent = (size - 1) * 2 * 4 * 5 * 8
     expected = {"reduce_scatter": (1, bytes_sent), "all_gather": (1, bytes_sent)}
     for kind, (calls, sent_bytes) in ({} if size == 1 else expected).items():
         assert (sent.count(kind), sent.bytes(kind)) == (calls, sent_bytes)
         assert (told.count(kind), told.bytes(kind)) == (calls, sent_bytes)
 
 
+@pytest.mark.parametrize("order", ["contiguous", "head_tail"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_rows_of_a_sum_mirror_the_gather(size: int) -> None:
-    ranks(size).run(_scatter, size)
+def test_rows_of_a_sum_mirror_the_gather(size: int, order: Order) -> None:
+    ranks(size).run(_scatter, size, order)
 
 
 def _sum(rank: int, size: int) -> None:

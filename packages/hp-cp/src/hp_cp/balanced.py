@@ -11,10 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from hp_comm import exchange_head_tail
+from hp_comm import merge_head_tail, split_head_tail
 from hp_cp.call import Call, refuse_inner_hooks
 from hp_cp.core_boundary import CPBoundary
 from hp_cp.inputs import Inputs
@@ -53,8 +52,7 @@ class BalancedBoundary(CPBoundary):
         refuse_inner_hooks(module, "load_balance", self.where)
         inputs = self._agree(args, kwargs)
         q, k, v = self._send(inputs)
-        head, own_tail = q.chunk(2, dim=inputs.dims[0])
-        tail = exchange_head_tail(own_tail, self.group)
+        head, tail = split_head_tail(q, self.group, seq_dim=inputs.dims[0])
         view = self._view(inputs)
         args, kwargs = self._hand_over(args, kwargs, inputs, view, (head, k, v))
         call = _BalancedCall(args, kwargs, view, inputs, tail=self._wrap(tail, 0, inputs, view))
@@ -80,8 +78,8 @@ class BalancedBoundary(CPBoundary):
         def join(x: Tensor) -> Tensor:
             head, dims = next(queue)
             tail, _ = self._return(entry, x)
-            own_tail = exchange_head_tail(tail, self.group)
-            return self._restore(entry, torch.cat([head, own_tail], dim=dims.seq_dim), dims)
+            whole = merge_head_tail(head, tail, self.group, seq_dim=dims.seq_dim)
+            return self._restore(entry, whole, dims)
 
         with entry.view.paused():
             return self._map(entry, second, join, several="load_balance")

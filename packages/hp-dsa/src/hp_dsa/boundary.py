@@ -80,8 +80,7 @@ class DSABoundary(Boundary[DSACall]):
         require_ascending(self.where, self.cp_mesh)
         self.group = self.cp_mesh.get_group()
         self.rank = self.cp_mesh.get_local_rank()
-        order = plan.chunk_order() if plan.order == "head_tail" else None
-        self.gatherer = Gatherer(self.group, plan.seq_dim, order)
+        self.gatherer = Gatherer(self.group, plan.seq_dim, plan.order)
         ordinal = _applied[self.group] = _applied.get(self.group, 0) + 1
         self.identity = {
             "module": f"number {ordinal} that a DSA style was applied to",

@@ -25,9 +25,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from hp_comm import gather_seq, scatter_seq
-from hp_dsa.chunks import in_chunks
 from hp_mesh._torch import local_shard
 from hp_mesh.handoff import Waitable, same_origin
+from hp_mesh.sequence import Order
 from hp_mesh.views import Geometry
 
 __all__ = ["Gathered", "Gatherer", "Pack", "Source"]
@@ -64,40 +64,27 @@ class Gatherer:
     Attributes:
         group: The ranks.
         seq_dim: Sequence dim.
-        order: Chunks in the order in which the ranks hold them; None for contiguous data.
+        order: How the data lies on the ranks; what is gathered is in the order of the sequence.
     """
 
     group: ProcessGroup
     seq_dim: int
-    order: tuple[int, ...] | None = None
+    order: Order = "contiguous"
 
     def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Gather several shards, all of them started before the first is waited for."""
         if not shards:
             return []
-        wholes = gather_seq(
-            list(shards), self.group, seq_dim=self.seq_dim, dense=self.order is None
-        )
-        return [self.natural(whole) for whole in wholes]
+        wholes = gather_seq(list(shards), self.group, seq_dim=self.seq_dim, order=self.order)
+        return list(wholes)
 
     def start(self, shard: Tensor) -> Waitable:
-        """Start one gather; pass what its ``wait`` returns to `natural`."""
-        return gather_seq(
-            shard, self.group, seq_dim=self.seq_dim, dense=self.order is None, async_op=True
-        )
-
-    def natural(self, whole: Tensor) -> Tensor:
-        """Return what arrived in the order of the sequence."""
-        if self.order is None:
-            return whole
-        natural = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return in_chunks(whole, self.seq_dim, natural)
+        """Start one gather."""
+        return gather_seq(shard, self.group, seq_dim=self.seq_dim, order=self.order, async_op=True)
 
     def scatter(self, grad: Tensor) -> Tensor:
         """Return a shard's gradient: the sum over the ranks of what they found for it."""
-        if self.order is not None:
-            grad = in_chunks(grad, self.seq_dim, self.order)
-        return scatter_seq(grad, self.group, seq_dim=self.seq_dim)
+        return scatter_seq(grad, self.group, seq_dim=self.seq_dim, order=self.order)
 
 
 class _Adopt(torch.autograd.Function):
@@ -218,7 +205,7 @@ class Gathered:
             for name, part in zip(pack, parts, strict=True):
                 self.add(late[name], gatherer, part, travelled)
         for name, handle in under_way.items():
-            whole = gatherer.natural(handle.wait())
+            whole = handle.wait()
             self.add(sources[name], gatherer, whole, Pack((sources[name],), whole))
         for name, source in sources.items():
             if name not in wholes:

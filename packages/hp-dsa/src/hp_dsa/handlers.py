@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from hp_comm import exchange_head_tail, preflight
+from hp_comm import merge_head_tail, preflight, split_head_tail
 from hp_dsa import ops
 from hp_dsa.indices import check_documents, drop_unseen
 from hp_dsa.inputs import options_of
@@ -116,13 +116,11 @@ class _Call:
     def run(self) -> Any:
         """Check, compare, cut, call for each window, join, wrap."""
         checked = self._agree()
-        rows, keys, windows, plan = checked.rows, checked.keys, checked.windows, self.plan
+        keys, windows, plan = checked.keys, checked.windows, self.plan
+        rows = {n: self._split(x, self._dim(n), len(windows)) for n, x in checked.rows.items()}
         parts = []
         for i, window in enumerate(windows):
-            here = {
-                name: self._swap(i, self._part(x, self._dim(name), i, len(windows)))
-                for name, x in rows.items()
-            }
+            here = {name: of_window[i] for name, of_window in rows.items()}
             if self._causal and "sparse_indices" in here and not self._is_of_torch():
                 here["sparse_indices"] = drop_unseen(
                     here["sparse_indices"], window, plan.layout, self._block
@@ -208,15 +206,11 @@ class _Call:
                 found[name] = torch.tensor(lengths, dtype=torch.int32, device=self.query.device)
         return found
 
-    def _part(self, x: Tensor, dim: int, index: int, count: int) -> Tensor:
-        size = x.size(dim) // count
-        return x if count == 1 else x.narrow(dim, index * size, size)
-
-    def _swap(self, index: int, x: Tensor) -> Tensor:
-        """Trade a tail half with the mirror rank, where the data is not balanced by itself."""
-        if index == 0 or not self.plan.swaps_tails:
-            return x
-        return exchange_head_tail(x.contiguous(), self.view.group)
+    def _split(self, x: Tensor, dim: int, count: int) -> tuple[Tensor, ...]:
+        """Return the rows of each window; tails are the mirror's where data is not balanced."""
+        if count == 1:
+            return (x,)
+        return split_head_tail(x, self.view.group, seq_dim=dim, trade=self.plan.swaps_tails)
 
     def _cut(self, x: Tensor, window: KeyWindow) -> Tensor:
         if window.num_keys == x.size(self.plan.seq_dim):
@@ -258,8 +252,10 @@ class _Call:
         elif kind == "keys":
             whole, cp = join_keys(parts, windows, view.num_keys, dim), Partial()
         else:
-            parts = [self._swap(i, part) for i, part in enumerate(parts)]
-            whole, cp = parts[0] if len(parts) == 1 else torch.cat(parts, dim), Shard(dim)
+            whole, cp = parts[0], Shard(dim)
+            if len(parts) > 1:
+                trade = plan.swaps_tails
+                whole = merge_head_tail(*parts, view.group, seq_dim=dim, trade=trade)
         if not view.owns(self.query):
             return whole
         placements = view.placements(cp, self._foreign(kind, whole))

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from hp_comm import exchange_head_tail, preflight, scatter_seq, sum_shares
-from hp_dsa.chunks import in_chunks
+from hp_comm import merge_head_tail, preflight, scatter_seq, sum_shares
 from hp_dsa.handlers import join_keys
 from hp_dsa.inputs import Inputs
 from hp_dsa.operators import Result
@@ -173,9 +172,10 @@ class Returned:
         dim = plan.statistics_dim if kind == "statistics" else plan.seq_dim
         if kind is None or parts[0].ndim <= dim:
             return parts[0]
-        if len(parts) > 1 and plan.swaps_tails:
-            parts = [parts[0], exchange_head_tail(parts[1].contiguous(), self._view.group)]
-        local = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+        local = parts[0]
+        if len(parts) > 1:
+            group, trade = self._view.group, plan.swaps_tails
+            local = merge_head_tail(*parts, group, seq_dim=dim, trade=trade)
         return self._restore(local, dim, self._heads() if kind == "attention" else None)
 
     def _check_rows(
@@ -191,9 +191,8 @@ class Returned:
 
     def _scatter(self, share: Tensor) -> Tensor:
         """Return this rank's rows of a gradient of keys, in the order of its data."""
-        if self._plan.order == "head_tail":
-            share = in_chunks(share, self._plan.seq_dim, self._plan.chunk_order())
-        return scatter_seq(share, self._view.group, seq_dim=self._plan.seq_dim)
+        plan = self._plan
+        return scatter_seq(share, self._view.group, seq_dim=plan.seq_dim, order=plan.order)
 
     def _summed(self, share: Tensor) -> Tensor:
         total = sum_shares(share, self._view.group)

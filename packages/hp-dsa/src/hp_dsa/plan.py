@@ -72,11 +72,6 @@ class DSAPlan:
             return head_tail_rows(rank, self.cp_size, length)
         return balanced_rows(rank, self.cp_size, length)
 
-    def chunk_order(self) -> tuple[int, ...]:
-        """Return the chunks of the sequence in the order in which the ranks hold them."""
-        last = 2 * self.cp_size - 1
-        return tuple(chunk for r in range(self.cp_size) for chunk in (r, last - r))
-
     def multiple(self) -> int:
         """Return what the length of the whole sequence must be a multiple of."""
         return self.cp_size * (2 if self.load_balance else 1)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_comm import exchange_head_tail, preflight
+from hp_comm import preflight, split_head_tail
 from hp_dsa.indices import check_documents, drop_unseen
 from hp_dsa.inputs import Inputs
 from hp_dsa.operands import check_lengths
@@ -54,6 +54,7 @@ class LocalCall:
         self._causal: bool = kwargs.get("sparse_mode", 3) == 3
         self._block: int = kwargs.get("sparse_block_size", 1)
         self.wholes: Mapping[str, Tensor] = {}
+        self._parts: dict[str, tuple[Tensor, ...]] = {}
         self.windows: tuple[KeyWindow, ...] = self._agree()
         view.window = self.attention_window(0)
 
@@ -117,16 +118,24 @@ class LocalCall:
                 values.append(cut[id(whole)])
                 continue
             dim = plan.statistics_dim if argument.role == "statistics" else plan.seq_dim
-            x = inputs.locals[argument.name]
-            size = x.size(dim) // len(self.windows)
-            part = x.narrow(dim, index * size, size).contiguous()
-            if index and plan.swaps_tails:
-                part = exchange_head_tail(part, self._view.group)
+            part = self._rows(argument.name, dim)[index].contiguous()
             if argument.name == "topk_indices" and self._causal:
                 part = drop_unseen(part, window, plan.layout, self._block)
             values.append(part)
         args, kwargs = replace_slots(self._args, self._kwargs, list(inputs.slots.values()), values)
         return args, {**kwargs, **self._lengths(window)}
+
+    def _rows(self, name: str, dim: int) -> tuple[Tensor, ...]:
+        """Return the rows of each window; tails are the mirror's where data is not balanced."""
+        if name not in self._parts:
+            x = self._inputs.locals[name]
+            trade = self._view.plan.swaps_tails
+            self._parts[name] = (
+                (x,)
+                if len(self.windows) == 1
+                else split_head_tail(x, self._view.group, seq_dim=dim, trade=trade)
+            )
+        return self._parts[name]
 
     def _lengths(self, window: KeyWindow) -> dict[str, Any]:
         lengths = {"query": window.query_lengths, "key": window.key_lengths}

@@ -21,6 +21,7 @@ __all__ = [
     "Range",
     "balanced_rows",
     "contiguous_rows",
+    "head_tail_chunks",
     "head_tail_rows",
     "mirror_rank",
 ]
@@ -70,6 +71,11 @@ def _chunk(index: int, size: int, length: int) -> Range:
 def head_tail_rows(rank: int, size: int, length: int) -> tuple[Range, Range]:
     """Return the two chunks that ``rank`` holds of *data* in head-tail (zigzag) order."""
     return (_chunk(rank, size, length), _chunk(2 * size - 1 - rank, size, length))
+
+
+def head_tail_chunks(size: int) -> tuple[int, ...]:
+    """Return the chunks of data in head-tail order, rank after rank: ``0, 2P-1, 1, 2P-2, ..``."""
+    return tuple(chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank))
 
 
 def balanced_rows(rank: int, size: int, length: int) -> tuple[Range, Range]:

@@ -75,6 +75,20 @@ def _tell_meshes_of_threads_apart() -> None:
     DeviceMesh.__init__ = build_and_mark  # type: ignore[method-assign]
 
 
+@functools.cache
+def _resolve_collectives() -> None:
+    """Make Python's handles of torch's collectives, before any thread asks for one.
+
+    Two threads that see an operator for the first time under a dispatch mode make one each, and the
+    one that torch forgets is still called by the other thread: a segmentation fault.
+    """
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        if namespace == "c10d":
+            operator, _, overload = rest.partition(".")
+            getattr(getattr(torch.ops.c10d, operator), overload or "default")
+
+
 class RankThreads:
     """``size`` threads that wait for work, each with its own default gloo group.
 
@@ -83,6 +97,7 @@ class RankThreads:
 
     def __init__(self, size: int, *, group_timeout: float, start_timeout: float = 60.0) -> None:
         _thread_local_world()
+        _resolve_collectives()
         self.size = size
         self._group_timeout = datetime.timedelta(seconds=group_timeout)
         self._store = HashStore()
