@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hp_mesh.checks import nearest
+from hp_tune.cost import Prediction
 from hp_tune.engine import Result
 from hp_tune.errors import UsageError
 from hp_tune.explanation_flips import ExactFlip, find_exact_flips
@@ -18,7 +19,7 @@ from hp_tune.explanation_what_if import Opportunity, find_opportunities
 from hp_tune.ranking import Ranked
 from hp_tune.term import Phase, Term
 
-__all__ = ["Difference", "Explanation", "Rival", "explain", "find_rival", "link_rate"]
+__all__ = ["Difference", "Explanation", "Rival", "explain", "find_rival", "layers_of", "link_rate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,20 @@ def find_rival(explanation: Explanation, label: str) -> Rival:
         f"--rival ({label}) must be a configuration of this search",
         f"did you mean {close!r}?" if close else f"there are: {', '.join(known) or 'none'}",
     )
+
+
+def layers_of(prediction: Prediction) -> list[tuple[str, Term]]:
+    """Return each term with the layers that it stands for, such as ``12 sliding``.
+
+    Terms come kind of layer by kind of layer, forward before backward.
+    """
+    kinds = [line for line in prediction.timelines if line.phase == "forward"]
+    found, at, before = [], 0, "forward"
+    for term in prediction.terms:
+        at += before == "backward" and term.phase == "forward"
+        before = term.phase
+        found.append((f"{kinds[at].count} {kinds[at].layer.kind}", term))
+    return found
 
 
 def link_rate(term: Term) -> float | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from hp_tune.explanation import Explanation, Rival, link_rate
+from hp_tune.explanation import Explanation, Rival, layers_of, link_rate
 from hp_tune.memory import GIB
 from hp_tune.tables import milliseconds, new_console, new_table
 from hp_tune.term import Term
@@ -42,7 +42,7 @@ def explanation_text(explanation: Explanation, rival: Rival | None = None) -> No
     for phase in PHASES:
         line()
         line(f"{phase}, all layers: what the step waits for, and what each part of it takes")
-        out.print(_waterfall([term for term in found.terms if term.phase == phase]))
+        out.print(_waterfall([row for row in layers_of(found) if row[1].phase == phase]))
     for timeline in found.timelines:
         line()
         for row in timeline_lines(timeline):
@@ -78,7 +78,9 @@ def explanation_json(explanation: Explanation, rival: Rival | None = None) -> di
             "memory_bytes": best.memory.total,
             "memory": dict(best.memory.terms),
         },
-        "waterfall": [term_json(term) for term in best.prediction.terms],
+        "waterfall": [
+            {**term_json(term), "layers": layers} for layers, term in layers_of(best.prediction)
+        ],
         "timelines": [
             {
                 "layer": line.layer.describe(),
@@ -137,7 +139,6 @@ def term_json(term: Term) -> dict[str, Any]:
         "phase": term.phase,
         "name": term.name,
         "resource": term.resource,
-        "layers": term.layers,
         "ms": term.seconds * 1e3,
         "exposed_ms": term.exposed * 1e3,
         "formula": term.formula,
@@ -150,7 +151,7 @@ def term_json(term: Term) -> dict[str, Any]:
     }
 
 
-def _waterfall(terms: Sequence[Term]) -> Table:
+def _waterfall(terms: Sequence[tuple[str, Term]]) -> Table:
     """Return the addends in the order in which they run, each with where the sum stands after it.
 
     The formula is that of one layer.
@@ -160,12 +161,12 @@ def _waterfall(terms: Sequence[Term]) -> Table:
         "formula",
     )  # fmt: skip
     total = 0.0
-    for term in terms:
+    for layers, term in terms:
         total += term.exposed * 1e3
         rate, peak = link_rate(term), term.share_of_peak
         found.add_row(
             term.name,
-            str(term.layers),
+            layers,
             milliseconds(term.exposed * 1e3),
             milliseconds(total),
             milliseconds(term.seconds * 1e3),

@@ -30,7 +30,7 @@ def new_table(*headers: str) -> Table:
     return found
 
 
-_NUMERIC = ("rank", "value", "trial", "ms", "MiB", "GB/s", "of peak", "layers")
+_NUMERIC = ("rank", "value", "trial", "ms", "MiB", "GB/s", "of peak")
 
 
 def milliseconds(value: float) -> str:

@@ -14,6 +14,7 @@ __all__ = ["cli"]
 HOMES = {
     "search": "hp_tune.commands.search",
     "explain": "hp_tune.commands.explain",
+    "report": "hp_tune.commands.report",
     "show": "hp_tune.commands.show",
     "presets": "hp_tune.commands.presets",
     "kernels": "hp_tune.kernels.command",
@@ -23,6 +24,7 @@ HOMES = {
 SHORT_HELP = {
     "search": "Rank every configuration for a model on a cluster; write the best as a plan.",
     "explain": "Say why the best is the best, by what the others lose, and what would change it.",
+    "report": "Write one HTML page: ranking, lengths, bytes, memory, timeline, sources.",
     "show": "Show a plan (plan.json) or a study (its Journal file).",
     "presets": "List models and clusters, or show one with the source of each number.",
     "kernels": "Tune the launch parameters of the pack, unpack and merge kernels.",

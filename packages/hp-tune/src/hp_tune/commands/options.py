@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hp_tune.model import Model
     from hp_tune.workload import Layout, Workload
 
-__all__ = ["count_option", "json_option", "read_workload", "tell"]
+__all__ = ["count_option", "json_option", "read_lengths", "read_workload", "tell"]
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any] | click.Command)
 
@@ -43,6 +43,11 @@ def count_option(
         name, type=_count, metavar="N", help=text, required=required, default=default,
         show_default=shown,
     )  # fmt: skip
+
+
+def read_lengths(text: str) -> tuple[int, ...]:
+    """Return the sequence lengths of ``16K,64K,256K``."""
+    return tuple(_count(part.strip()) for part in text.split(",") if part.strip())
 
 
 def read_workload(model: Model, options: dict[str, Any]) -> Workload:
