@@ -125,6 +125,8 @@ class Device(Described):
         gemm_efficiency: Achieved part of the peak in large matrix products.
         attention_efficiency: Achieved part of the peak in fused attention on long sequences.
         attention_saturation: Query tokens x heads of one call at which half of that is reached.
+        attention_backward: Time of attention's backward over its forward; 2.5 (five products
+            instead of two) where it is not given.
         memory_GBps: Memory bandwidth.
         memory_efficiency: Achieved part of it in copies.
         memory_GiB: Memory that a process can use.
@@ -138,6 +140,7 @@ class Device(Described):
     gemm_efficiency: Fraction
     attention_efficiency: Fraction
     attention_saturation: Number
+    attention_backward: Annotated[Number, between(0.5, 20, "(a factor)")] | None = None
     memory_GBps: Annotated[Number, between(0.1, 50000, "GB/s")]
     memory_efficiency: Fraction
     memory_GiB: Annotated[Number, between(0.1, 2000, "GiB")]

@@ -1,7 +1,8 @@
-"""Read a cluster from a YAML file or a preset; a file may extend a preset.
+"""Read a cluster from a YAML file or a preset; a file may extend a preset or another file.
 
-``extends: atlas-800t-a2`` takes everything that the file does not say itself. Tiers are matched by
-name; a number, a curve or a list is replaced as a whole.
+``extends: atlas-800t-a2`` takes everything that the file does not say itself; ``extends:
+ours.yaml`` looks beside the file. Tiers are matched by name; a number, a curve or a list is
+replaced as a whole.
 """
 
 from __future__ import annotations
@@ -51,12 +52,18 @@ def _preset(name: str, where: str, must: str) -> Path:
     return presets[name]
 
 
-def _load(path: Path) -> tuple[dict[str, Any], Positions]:
+def _load(path: Path, below: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Positions]:
     data, positions = load_yaml(path)
     base = data.pop("extends", None)
     if base is None:
         return data, positions
-    inherited, _ = _load(_preset(str(base), f"{path}: extends", "must be a preset"))
+    found = path.parent / str(base)
+    if not found.is_file():
+        found = _preset(str(base), f"{path}: extends", "must be a preset or a file beside this one")
+    chain = (*below, path.resolve())
+    if found.resolve() in chain:
+        raise UsageError(f"{path}: extends ({base}) must not come back to the file itself")
+    inherited, _ = _load(found, chain)
     merged = _merged(inherited, data)
     # a tier's place in the merged list differs from its place in the file
     names = [tier.get("name") for tier in merged.get("tiers", []) if isinstance(tier, Mapping)]

@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     import yaml
     from pydantic import BaseModel, ValidationError
 
-__all__ = ["Positions", "canonical_json", "explain_validation", "load_json", "load_yaml", "sha256"]
+__all__ = [
+    "Positions",
+    "canonical_json",
+    "explain_validation",
+    "load_json",
+    "load_yaml",
+    "sha256",
+    "yaml_scalar",
+]
 
 Positions = Mapping[tuple[str | int, ...], tuple[int, int]]
 """Line and column (from 1) of each key or list item, by its path."""
@@ -67,6 +75,17 @@ def load_yaml(path: Path) -> tuple[dict[str, Any], Positions]:
     if not isinstance(value, dict):
         raise UsageError(f"{path}: must hold a YAML mapping")
     return value, positions
+
+
+def yaml_scalar(value: str | float | bool | None) -> str:
+    """Return one value as YAML, on one line; text that is no plain word in quotes."""
+    import yaml
+
+    is_text = isinstance(value, str) and not value.replace("_", "").isalnum()
+    text: str = yaml.safe_dump(
+        value, default_style='"' if is_text else None, width=10**6, allow_unicode=True
+    )
+    return text.removesuffix("\n").removesuffix("...").strip()
 
 
 def explain_validation(

@@ -274,7 +274,7 @@ class LayerCost:
             self.layer.head_size + self.layer.v_head_size,
             rows=self.workload.seq_len // self.plan.colossal_degree // calls,
             calls=calls,
-            times=1.0 if phase == "forward" else 2.5,
+            times=1.0 if phase == "forward" else self.price.attention_backward,
             key=name + suffix,
         )
 

@@ -50,6 +50,8 @@ class Pricing:
         share = stretch(cluster, workload.num_ranks)
         self.gemm_rate = self.peak * device.gemm_efficiency.value / share
         self.copy_rate = device.memory_GBps.value * 1e9 * device.memory_efficiency.value / share
+        backward = device.attention_backward
+        self.attention_backward = 2.5 if backward is None else backward.value
         self.launch = device.launch_us.value * 1e-6 * share
 
     def gemm(self, name: str, tokens: float, macs: float, times: int, key: str = "") -> Piece:

@@ -16,6 +16,7 @@ HOMES = {
     "explain": "hp_tune.commands.explain",
     "report": "hp_tune.commands.report",
     "show": "hp_tune.commands.show",
+    "profile": "hp_tune.commands.profile",
     "presets": "hp_tune.commands.presets",
     "kernels": "hp_tune.kernels.command",
 }
@@ -26,6 +27,7 @@ SHORT_HELP = {
     "explain": "Say why the best is the best, by what the others lose, and what would change it.",
     "report": "Write one HTML page: ranking, lengths, bytes, memory, timeline, sources.",
     "show": "Show a plan (plan.json) or a study (its Journal file).",
+    "profile": "Measure this cluster: collectives, copies, products, attention; write it down.",
     "presets": "List models and clusters, or show one with the source of each number.",
     "kernels": "Tune the launch parameters of the pack, unpack and merge kernels.",
 }

@@ -1,0 +1,69 @@
+"""Write a cluster file that people can read: one number a line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hp_tune.cluster import Cluster
+from hp_tune.cluster_files import read_cluster
+from hp_tune.errors import UsageError
+from hp_tune.files import yaml_scalar
+
+__all__ = ["write_cluster"]
+
+
+def write_cluster(content: Mapping[str, Any], path: Path, *, heading: str) -> Cluster:
+    """Write a description, read it as everybody will, and only then put it in its place.
+
+    Args:
+        content: As `hp_tune.cluster_files.read_cluster` takes it.
+        path: Of the YAML file.
+        heading: A comment on top.
+
+    Returns:
+        What the file says.
+    """
+    lines = [*(f"# {line}" for line in heading.splitlines()), *_mapping(content, "")]
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.yaml")
+    try:
+        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        try:
+            found = read_cluster(temporary)
+        except UsageError as error:
+            reason = error.message.replace(str(temporary), str(path))
+            raise UsageError(
+                f"what was measured is not plausible: {reason}",
+                "measure again on a quiet machine, or without a base",
+            ) from None
+        temporary.replace(path)
+    except OSError as error:
+        raise UsageError(f"--out ({path}) cannot be written: {error.strerror}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return found
+
+
+def _mapping(content: Mapping[str, Any], indent: str) -> Iterator[str]:
+    for key, value in content.items():
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            yield f"{indent}{key}:"
+            for item in value:
+                first, *rest = _mapping(item, f"{indent}    ")
+                yield f"{indent}  - {first.strip()}"
+                yield from rest
+        elif isinstance(value, Mapping) and "source" not in value:
+            yield f"{indent}{key}:"
+            yield from _mapping(value, f"{indent}  ")
+        else:
+            yield f"{indent}{key}: {_flow(value)}"
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_flow(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    return yaml_scalar(value)
