@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hp_tune.budget import Budget
 from hp_tune.cluster import Cluster
 from hp_tune.evaluate import Evaluated, Point, Recompute, evaluate
 from hp_tune.files import sha256
@@ -14,12 +15,15 @@ from hp_tune.model import Model
 from hp_tune.plan_making import COST_MODEL, make_plan
 from hp_tune.ranking import Ranked, find_flips, front
 from hp_tune.result import Mode, NothingValidError, Objective, Result
-from hp_tune.workload import Workload
+from hp_tune.workload import Config, Workload
 
 if TYPE_CHECKING:
     from hp_tune.measured.result import Measurer
     from hp_tune.place import Place
     from hp_tune.records import Fate
+    from hp_tune.requirement import Requirement
+    from hp_tune.restriction import Restriction
+    from hp_tune.space import Rejection
     from hp_tune.study import Trials
 
 __all__ = ["COST_MODEL", "NothingValidError", "Result", "Settings", "search"]
@@ -40,7 +44,9 @@ class Settings:
         variants: Also groups of heads and K and V that are gathered again in backward.
         within, keep: What ``"hybrid"`` keeps: all within this factor of the best predicted time,
             and at least so many.
-        budget_seconds, max_trials: Where measuring stops in this run; None for no limit.
+        only: The part of the space that is searched; None for all of it.
+        require: What a valid configuration must keep to.
+        seed: Of all that is random. Nothing is, where the space is enumerated.
     """
 
     mode: Mode = "analytic"
@@ -50,15 +56,20 @@ class Settings:
     variants: bool = False
     within: float = 1.25
     keep: int = 3
-    budget_seconds: float | None = None
-    max_trials: int | None = None
+    only: Restriction | None = None
+    require: Requirement | None = None
+    seed: int = 0
 
     def made_by(self) -> dict[str, Any]:
         """Return what a plan says of how it was searched."""
         found: dict[str, Any] = {"mode": self.mode, "objective": self.objective}
         if self.mode == "hybrid":
             found |= {"within": self.within, "keep": self.keep}
-        return found
+        if self.only is not None and self.only.values:
+            found["space"] = self.only.text()
+        if self.require is not None:
+            found["require"] = self.require.text
+        return found | {"seed": self.seed}
 
 
 def search(
@@ -69,6 +80,7 @@ def search(
     study: Path | None = None,
     storage: str | None = None,
     measurer: Measurer | None = None,
+    budget: Budget | None = None,
     tell: Callable[[str], None] = lambda _: None,
     settings: Settings | None = None,
     **options: Any,
@@ -82,6 +94,7 @@ def search(
         study: Journal file that keeps every point; None keeps nothing.
         storage: Address of a database that keeps them instead, for workers on several machines.
         measurer: Runs configurations; for the modes that measure.
+        budget: Where measuring stops; None for no limit.
         tell: Receives one sentence when there is something to wait for, to repair or to report.
         settings: How it is done; ``options`` are fields of `Settings` instead.
         **options: Such as ``mode="hybrid"`` or ``variants=True``.
@@ -99,6 +112,7 @@ def search(
     found = evaluate(
         model, cluster, workload,
         recompute=how.recompute, overlap=how.overlap, variants=how.variants,
+        only=how.only, require=how.require,
     )  # fmt: skip
     result = Result(
         model=model,
@@ -122,7 +136,7 @@ def search(
     else:
         assert measurer is not None, "checked above"
         assert place is not None, "a mode that measures has a place"
-        result = _measured(result, found, how, place, measurer, tell)
+        result = _measured(result, found, how, place, measurer, budget or Budget(), tell)
     return concluded(result, how)
 
 
@@ -144,10 +158,11 @@ def _measured(
     how: Settings,
     place: Place,
     measurer: Measurer,
+    budget: Budget,
     tell: Callable[[str], None],
 ) -> Result:
     """Measure what the mode asks for, and rank by it."""
-    from hp_tune.measure import Budget, measure, shortlist
+    from hp_tune.measure import measure, shortlist
 
     wanted: list[Ranked] = list(found.ranking)
     if how.mode == "hybrid":
@@ -162,16 +177,24 @@ def _measured(
         fate: Fate = "waiting" if point.config in chosen else "outranked"
         fates.append((point, "rejected" if point.rejection else fate))
     recorded = trials.add(fates)
-    ran = measure(trials, wanted, measurer, Budget(how.budget_seconds, how.max_trials), tell)
+    ran = measure(trials, wanted, measurer, budget, tell)
+    late = [] if how.require is None else _broken(how.require, ran.ranking)
     return replace(
         result,
-        ranking=ran.ranking,
+        ranking=tuple(one for one in ran.ranking if one.config not in dict(late)),
+        rejected=(*result.rejected, *late),
         failed=ran.failed,
         outranked=tuple(ranked for ranked in found.ranking if ranked.config not in chosen),
         ended=ran.ended,
         notes=(*result.notes, *ran.notes),
         study=None if _is_memory(place) else recorded,
     )
+
+
+def _broken(require: Requirement, ranking: Sequence[Ranked]) -> list[tuple[Config, Rejection]]:
+    """Return what was predicted to keep to the requirement, and does not as it ran."""
+    checked = ((ranked.config, require.check(ranked)) for ranked in ranking)
+    return [(config, found) for config, found in checked if found is not None]
 
 
 def _analytic(point: Point) -> Fate:
@@ -212,12 +235,15 @@ def _trials(
         "cluster": result.cluster.digest,
         **{f"workload.{key}": value for key, value in workload.model_dump(mode="json").items()},
     }
+    if how.require is not None:
+        inputs["require"] = how.require.text
     if how.mode != "analytic":
         assert measurer is not None, "a mode that measures has a measurer"
-        inputs |= how.made_by()
+        inputs["mode"] = how.mode
         inputs |= {f"measurer.{key}": value for key, value in measurer.identity.items()}
         name = f"{name}, {how.mode}"
     if how.mode == "hybrid":  # what is ruled out as too slow depends on all that it is beside
+        inputs |= {"within": how.within, "keep": how.keep}
         inputs["space"] = sha256([point.config.model_dump() for point in found.points])[:16]
     if how.objective != "time":
         inputs["objective"] = how.objective

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hp_tune.cluster import Cluster
 from hp_tune.cores import stretch
@@ -14,6 +14,10 @@ from hp_tune.model import Model
 from hp_tune.ranking import Ranked
 from hp_tune.space import Duplicate, Rejection, check, enumerate_space
 from hp_tune.workload import Config, Workload
+
+if TYPE_CHECKING:
+    from hp_tune.requirement import Requirement
+    from hp_tune.restriction import Restriction
 
 __all__ = ["Evaluated", "Point", "Recompute", "check_inputs", "evaluate"]
 
@@ -69,6 +73,8 @@ def evaluate(
     recompute: Recompute = "auto",
     overlap: bool | None = None,
     variants: bool = False,
+    only: Restriction | None = None,
+    require: Requirement | None = None,
 ) -> Evaluated:
     """Check and price every configuration of ``workload``.
 
@@ -79,6 +85,8 @@ def evaluate(
         recompute: ``"auto"`` recomputes activations only if nothing fits without it.
         overlap: Whether asynchronous exchanges exist; None asks the installed hp-cp.
         variants: Also groups of heads and K and V that are gathered again in backward.
+        only: The part of the space that is searched.
+        require: What a valid configuration must keep to.
     """
     check_inputs(cluster, workload)
     notes = [*model.notes, *_length_note(model, workload), *_linear_note(model)]
@@ -89,8 +97,10 @@ def evaluate(
     duplicates: list[Duplicate] = []
     for again in (False, True) if recompute == "auto" else (recompute == "on",):
         workload = workload.model_copy(update={"recompute": again})
-        configs, duplicates = enumerate_space(workload.cp_size, overlap=overlap, variants=variants)
-        points = [_point(model, cluster, workload, config) for config in configs]
+        configs, duplicates = enumerate_space(
+            workload.cp_size, overlap=overlap, variants=variants, only=only
+        )
+        points = [_point(model, cluster, workload, config, require) for config in configs]
         if any(p.prediction for p in points) or not any(_is_memory(p) for p in points):
             break
     if model.qk_norm and workload.handoffs:
@@ -108,16 +118,29 @@ def evaluate(
     return Evaluated(workload, tuple(points), tuple(duplicates), tuple(ranking), tuple(notes))
 
 
-def _point(model: Model, cluster: Cluster, workload: Workload, config: Config) -> Point:
+def _point(
+    model: Model,
+    cluster: Cluster,
+    workload: Workload,
+    config: Config,
+    require: Requirement | None,
+) -> Point:
     found = check(model, cluster, workload, config)
     if isinstance(found, Rejection):
         return Point(config, rejection=found)
     memory = memory_use(model, cluster, workload, config)
-    return Point(config, predict(model, cluster, workload, config), memory)
+    prediction = predict(model, cluster, workload, config)
+    if require is not None:
+        broken = require.check(Ranked(config, prediction, memory))
+        if broken is not None:
+            return Point(config, rejection=broken)
+    return Point(config, prediction, memory)
 
 
 def _is_memory(point: Point) -> bool:
-    return point.rejection is not None and point.rejection.rule == "V11"
+    """Return whether a point might be valid with less memory: recomputed."""
+    found = point.rejection
+    return found is not None and (found.rule == "V11" or "memory_gib" in found.numbers)
 
 
 def _length_note(model: Model, workload: Workload) -> list[str]:

@@ -17,6 +17,8 @@ from hp_tune.errors import PlanMismatchError, UsageError
 from hp_tune.hf_config import read_model
 from hp_tune.model import Model
 from hp_tune.plan_file import Entry, PlanFile
+from hp_tune.requirement import read_requirement
+from hp_tune.restriction import read_restriction
 
 __all__ = ["entry_for", "result_of_plan"]
 
@@ -65,9 +67,11 @@ def result_of_plan(
         found_model,
         found_cluster,
         workload,
-        recompute="on" if workload.recompute else "off",
+        recompute="on" if entry.recompute else "off",
         overlap=any(config.overlap for config in every),
         variants=any(config.head_groups > 1 or not config.keep_kv for config in every),
+        only=read_restriction(plan.made_by.get("space", ""), workload.cp_size),
+        require=read_requirement(plan.made_by["require"]) if "require" in plan.made_by else None,
     )
     _check_same(result, entry)
     return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hp_tune.memory import GIB
@@ -14,12 +14,13 @@ from hp_tune.ranking import Failed, Ranked, find_flips
 from hp_tune.study import Trials
 
 if TYPE_CHECKING:
+    from hp_tune.budget import Budget
     from hp_tune.cluster import Cluster
     from hp_tune.measured.result import Measured, Measurer
     from hp_tune.model import Model
     from hp_tune.workload import Config, Workload
 
-__all__ = ["Budget", "Measurements", "measure", "shortlist"]
+__all__ = ["Measurements", "measure", "shortlist"]
 
 FINALISTS = 4
 NEAR = 1.1
@@ -27,33 +28,6 @@ NEAR = 1.1
 TIE, CLOSE = 0.01, 0.03
 """Medians this near tie; so do those that are closer than the second and whose intervals meet."""
 POLL_SECONDS = 0.5
-
-
-@dataclass(slots=True)
-class Budget:
-    """What measuring may take in this run; what was measured before is free.
-
-    Attributes:
-        seconds: Of wall time; a trial that has begun is not cut short.
-        trials: Number of trials.
-    """
-
-    seconds: float | None = None
-    trials: int | None = None
-    _start: float = field(default_factory=time.monotonic)
-    _used: int = 0
-
-    def use(self) -> None:
-        """Count a trial."""
-        self._used += 1
-
-    def spent(self) -> str:
-        """Return a sentence if nothing is left, or an empty string."""
-        if self.trials is not None and self._used >= self.trials:
-            return f"the budget of {self.trials} trials is used"
-        if self.seconds is not None and time.monotonic() - self._start >= self.seconds:
-            return f"the budget of {self.seconds:g} s is used"
-        return ""
 
 
 @dataclass(frozen=True, slots=True)

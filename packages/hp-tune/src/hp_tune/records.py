@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hp_mesh.checks import divisors
 from hp_tune.measured.result import Measured
 from hp_tune.memory import GIB
-from hp_tune.space import HEAD_GROUPS
+from hp_tune.restriction import HEAD_GROUPS
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial

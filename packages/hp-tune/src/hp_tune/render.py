@@ -20,7 +20,16 @@ from hp_tune.tables import milliseconds, new_console, new_table, print_json
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
-__all__ = ["cluster", "model", "plan", "presets", "result_json", "result_text", "study"]
+__all__ = [
+    "cluster",
+    "model",
+    "plan",
+    "presets",
+    "result_json",
+    "result_object",
+    "result_text",
+    "study",
+]
 
 
 def result_text(result: Result, out: Path | None) -> None:
@@ -75,49 +84,52 @@ def result_text(result: Result, out: Path | None) -> None:
 
 def result_json(result: Result, out: Path | None) -> None:
     """Print a search as one JSON object."""
+    print_json(result_object(result, out))
+
+
+def result_object(result: Result, out: Path | None) -> dict[str, Any]:
+    """Return a search as JSON values."""
     cp = result.workload.cp_size
     best = result.ranking[0].prediction.seconds if result.ranking else 0.0
-    print_json(
-        {
-            "model": {"name": result.model.name, "digest": result.model.digest},
-            "cluster": {"name": result.cluster.name, "digest": result.cluster.digest},
-            "workload": result.workload.model_dump(mode="json"),
-            "ranking": [_ranked(ranked, best, cp) for ranked in result.ranking],
-            "rejected": [
-                {
-                    "config": config.model_dump(),
-                    "label": config.label(cp),
-                    "rule": rejection.rule,
-                    "message": rejection.message,
-                    "numbers": rejection.numbers,
-                    "hint": rejection.hint,
-                }
-                for config, rejection in result.rejected
-            ],
-            "duplicates": [
-                {
-                    "config": duplicate.config.model_dump(),
-                    "same_as": duplicate.same_as.model_dump(),
-                    "reason": duplicate.reason,
-                }
-                for duplicate in result.duplicates
-            ],
-            "margin": result.margin,
-            "flips": [
-                {
-                    "number": flip.number,
-                    "value": flip.value,
-                    "other": flip.other,
-                    "winner": flip.winner.label(cp),
-                }
-                for flip in result.flips
-            ],
-            "notes": list(result.notes),
-            "study": None if result.study is None else str(result.study.path),
-            "plan": None if out is None else str(out),
-            "digest": None if result.plan is None else result.plan.digest,
-        }
-    )
+    return {
+        "model": {"name": result.model.name, "digest": result.model.digest},
+        "cluster": {"name": result.cluster.name, "digest": result.cluster.digest},
+        "workload": result.workload.model_dump(mode="json"),
+        "ranking": [_ranked(ranked, best, cp) for ranked in result.ranking],
+        "rejected": [
+            {
+                "config": config.model_dump(),
+                "label": config.label(cp),
+                "rule": rejection.rule,
+                "message": rejection.message,
+                "numbers": rejection.numbers,
+                "hint": rejection.hint,
+            }
+            for config, rejection in result.rejected
+        ],
+        "duplicates": [
+            {
+                "config": duplicate.config.model_dump(),
+                "same_as": duplicate.same_as.model_dump(),
+                "reason": duplicate.reason,
+            }
+            for duplicate in result.duplicates
+        ],
+        "margin": result.margin,
+        "flips": [
+            {
+                "number": flip.number,
+                "value": flip.value,
+                "other": flip.other,
+                "winner": flip.winner.label(cp),
+            }
+            for flip in result.flips
+        ],
+        "notes": list(result.notes),
+        "study": None if result.study is None else str(result.study.path),
+        "plan": None if out is None else str(out),
+        "digest": None if result.plan is None else result.plan.digest,
+    }
 
 
 def presets(models: Sequence[Model], clusters: Sequence[Cluster], as_json: bool) -> None:
@@ -244,6 +256,10 @@ def _margin(result: Result) -> str:
     cp = result.workload.cp_size
     if result.margin is None:
         return "no other configuration is valid"
+    if result.mode != "analytic":
+        if result.margin < 0.01:  # the simpler of two that tie may be the slower by a little
+            return "rank 1 and 2 tie; the simpler is taken"
+        return f"rank 1 wins by {result.margin:.1%}, as measured"
     if not result.flips:
         sure = "no assumed number changes that between x0.3 and x3"
     else:

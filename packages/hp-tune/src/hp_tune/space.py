@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,14 +16,13 @@ from hp_mesh.checks import divisors
 from hp_tune.cluster import Cluster
 from hp_tune.memory import GIB, memory_use
 from hp_tune.model import Attention, Model
+from hp_tune.restriction import HEAD_GROUPS, Restriction
 from hp_tune.workload import Config, Workload
 
 __all__ = ["Duplicate", "Rejection", "async_available", "check", "enumerate_space"]
 
 INT32 = 2**31
 ASKED = "search"
-HEAD_GROUPS = (2, 4)
-"""Candidates: more groups are smaller messages and emptier devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,11 @@ def async_available() -> bool:
 
 
 def enumerate_space(
-    cp_size: int, *, overlap: bool | None = None, variants: bool = False
+    cp_size: int,
+    *,
+    overlap: bool | None = None,
+    variants: bool = False,
+    only: Restriction | None = None,
 ) -> tuple[list[Config], list[Duplicate]]:
     """Return every distinct configuration on ``cp_size`` ranks in a fixed order, and duplicates.
 
@@ -68,13 +72,19 @@ def enumerate_space(
         overlap: Whether asynchronous exchanges exist; None asks the installed hp-cp.
         variants: Also K and V that are gathered again (``keep_kv=False``) and, where asynchronous
             exchanges exist, groups of heads.
+        only: The part that is searched; what it names is searched without ``variants``, too.
     """
     overlap = async_available() if overlap is None else overlap
+    only = only or Restriction()
+    groups = HEAD_GROUPS if variants or only.wants("head_groups") else ()
+    keeps = (True, False) if variants or only.wants("keep_kv") else (True,)
     points: list[Config] = []
     duplicates: list[Duplicate] = []
     for u in divisors(cp_size):
         for balance in (False, True):
-            for config in _choices(u, balance, overlap, variants):
+            for config in _choices(u, balance, overlap, groups, keeps):
+                if not only.allows(config):
+                    continue
                 same_as, reason = _canonical(config, cp_size)
                 if same_as == config:
                     points.append(config)
@@ -83,15 +93,17 @@ def enumerate_space(
     return points, duplicates
 
 
-def _choices(u: int, balance: bool, overlap: bool, variants: bool) -> list[Config]:
+def _choices(
+    u: int, balance: bool, overlap: bool, groups: Sequence[int], keeps: Sequence[bool]
+) -> list[Config]:
     modes = [(False, 1)] + [(True, 1)] * overlap
-    modes += [(True, groups) for groups in HEAD_GROUPS if overlap and variants and not balance]
+    modes += [(True, number) for number in groups if overlap and not balance]
     return [
         Config(
-            ulysses_degree=u, load_balance=balance, overlap=ahead, head_groups=groups, keep_kv=keep
+            ulysses_degree=u, load_balance=balance, overlap=ahead, head_groups=number, keep_kv=keep
         )
-        for ahead, groups in modes
-        for keep in ((True, False) if variants else (True,))
+        for ahead, number in modes
+        for keep in keeps
     ]
 
 

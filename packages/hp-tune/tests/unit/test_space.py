@@ -15,6 +15,7 @@ from hp_tune.engine import NothingValidError, Result, search
 from hp_tune.errors import UsageError
 from hp_tune.hf_config import read_model
 from hp_tune.model import Attention, Model
+from hp_tune.restriction import read_restriction
 from hp_tune.space import Rejection, async_available, check, enumerate_space
 from hp_tune.workload import Config, Workload
 
@@ -258,3 +259,42 @@ def test_variants_are_searched_recorded_and_handed_to_the_style(tmp_path: Path) 
     assert packed.rule == "V06"
     refetch = first(model(32, 32), Config(ulysses_degree=8, keep_kv=False))
     assert refetch.rule == "V15"
+
+
+def test_a_part_of_the_space_is_searched_by_name() -> None:
+    """Keys and values as they are typed; what is named is searched without --variants, too."""
+    only = read_restriction("u=1,2 lb=off async=on,off keep_kv=off", 8)
+    points, _ = enumerate_space(8, overlap=True, only=only)
+
+    assert {p.ulysses_degree for p in points} == {1, 2}
+    assert not any(p.load_balance or p.keep_kv for p in points)
+    assert {p.overlap for p in points} == {True, False}
+    assert only.text() == "keep_kv=off lb=off overlap=off,on u=1,2"
+    assert read_restriction(only.text(), 8) == only
+    grouped, _ = enumerate_space(8, overlap=True, only=read_restriction("head_groups=2", 8))
+    assert {p.head_groups for p in grouped} == {2}
+    result = search(
+        model(32, 8), read_cluster("hgx-h100"), Workload(seq_len=32768, cp_size=8),
+        only=read_restriction("u=4 lb=off overlap=off", 8),
+    )  # fmt: skip
+    assert [r.config for r in result.ranking] == [Config(ulysses_degree=4)]
+    assert result.plan is not None
+    assert result.plan.made_by["space"] == "lb=off overlap=off u=4"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("ul=1", r"unknown key 'ul'; did you mean 'u'\?"),
+        ("colour=red", r"unknown key 'colour'; known keys: u, lb, overlap, head_groups, keep_kv"),
+        ("u=3", r"u \(3\) must be among 1, 2, 4, 8, the divisors of --cp \(8\)"),
+        ("head_groups=3", r"head_groups \(3\) must be among 1, 2, 4"),
+        ("lb=yes", r"lb \(yes\) must be on or off"),
+        ("lb", r"lb must have values; such as lb=on,off"),
+        ("u=1 u=2", r"u must be given once"),
+    ],
+)
+def test_what_is_no_part_of_the_space_is_said(words: str, problem: str) -> None:
+    """With the nearest key, or the values that there are."""
+    with pytest.raises(UsageError, match=problem):
+        read_restriction(words, 8)

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from hp_tune.commands.options import read_workload, tell
+from hp_tune.commands.options import (
+    read_documents,
+    read_only,
+    read_require,
+    read_workload,
+    tell,
+)
 from hp_tune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,7 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["progress_bar", "result_asked_for", "search_options"]
 
-NOT_ASKED = ("study", "out", "as_json", "help")
+NOT_ASKED = (
+    "budget", "keep", "max_trials", "mode", "objective", "seed", "seq_hist", "storage", "within",
+    "study", "out", "as_json", "help",
+)  # fmt: skip
 """Parameters of ``search`` that say what becomes of a result, and not which."""
 IN_BOTH = ("model", "cluster", "seq")
 """Options that make sense beside a plan: where its descriptions are, and which of its entries."""
@@ -64,6 +73,14 @@ def result_asked_for(plan: Path | None, options: dict[str, Any]) -> Result:
     return _of_search(options)
 
 
+def _length(options: dict[str, Any]) -> int | None:
+    """Return the one length of ``--seq``, or None without it."""
+    lengths = options["seq"]
+    if lengths is not None and len(lengths) > 1:
+        raise UsageError(f"--seq ({', '.join(map(str, lengths))}) must be one length here")
+    return None if lengths is None else int(lengths[0])
+
+
 def _search_names() -> set[str]:
     from hp_tune.commands.search import search
 
@@ -86,7 +103,7 @@ def _of_plan(path: Path, options: dict[str, Any], given: list[str]) -> Result:
             "without PLAN the options of a search are taken",
         )
     return result_of_plan(
-        load(path), model=options["model"], cluster=options["cluster"], seq_len=options["seq"]
+        load(path), model=options["model"], cluster=options["cluster"], seq_len=_length(options)
     )
 
 
@@ -97,13 +114,16 @@ def _of_search(options: dict[str, Any]) -> Result:
     from hp_tune.hf_config import read_model
 
     model = read_model(options["model"])
-    workload = read_workload(model, options)
+    workload = read_workload(model, options, _length(options), read_documents(options))
     try:
         return search(
             model,
             read_cluster(options["cluster"]),
             workload,
             recompute=options["recompute"],
+            variants=options["variants"],
+            only=read_only(options),
+            require=read_require(options),
             tell=tell,
         )
     except NothingValidError as error:

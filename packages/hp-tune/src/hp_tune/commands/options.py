@@ -11,10 +11,25 @@ import click
 from hp_tune.errors import UsageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hp_tune.model import Model
+    from hp_tune.requirement import Requirement
+    from hp_tune.restriction import Restriction
     from hp_tune.workload import Layout, Workload
 
-__all__ = ["count_option", "json_option", "read_lengths", "read_workload", "tell"]
+__all__ = [
+    "count_option",
+    "counts_option",
+    "duration_option",
+    "json_option",
+    "read_documents",
+    "read_lengths",
+    "read_only",
+    "read_require",
+    "read_workload",
+    "tell",
+]
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any] | click.Command)
 
@@ -50,14 +65,45 @@ def read_lengths(text: str) -> tuple[int, ...]:
     return tuple(_count(part.strip()) for part in text.split(",") if part.strip())
 
 
-def read_workload(model: Model, options: dict[str, Any]) -> Workload:
-    """Return the workload that the options of ``search`` describe."""
+def counts_option(name: str, text: str) -> Callable[[Decorated], Decorated]:
+    """Add an option that takes a list of positive whole numbers, such as 32K,128K."""
+
+    def read(value: str | list[int]) -> list[int]:
+        listed = value if isinstance(value, list) else [_count(one) for one in value.split(",")]
+        return sorted(set(listed))
+
+    return click.option(name, type=read, metavar="N,...", help=text, default=None)
+
+
+def duration_option(name: str, text: str) -> Callable[[Decorated], Decorated]:
+    """Add an option that takes a time, such as 90s, 20m or 1.5h, in seconds."""
+
+    def read(value: str) -> float:
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|)", str(value))
+        seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]] if match else 0
+        if seconds <= 0:
+            raise click.BadParameter(f"{value!r} must be a time above 0, such as 90s, 20m or 1.5h")
+        return seconds
+
+    return click.option(name, type=read, metavar="TIME", help=text, default=None)
+
+
+def read_workload(
+    model: Model,
+    options: dict[str, Any],
+    seq_len: int | None = None,
+    documents: tuple[tuple[int, float], ...] | None = None,
+) -> Workload:
+    """Return the workload that the options of ``search`` describe, at one length.
+
+    ``seq_len`` is that of the option ``seq`` unless it is given.
+    """
     from hp_tune.workload import Dtype, Workload
 
     causal = model.causal if options["causal"] is None else options["causal"]
     dtype: Dtype = options["dtype"] or model.dtype
     return Workload(
-        seq_len=options["seq"],
+        seq_len=options["seq"] if seq_len is None else seq_len,
         cp_size=options["cp"],
         tp_size=options["tp"],
         world_size=options["world"],
@@ -68,7 +114,31 @@ def read_workload(model: Model, options: dict[str, Any]) -> Workload:
         skips_masked=not options["dense_mask"],
         handoffs=options["handoffs"],
         recompute=options["recompute"] == "on",
+        documents=documents,
     )
+
+
+def read_documents(options: dict[str, Any]) -> tuple[tuple[int, float], ...] | None:
+    """Return the histogram of packed documents that ``--documents`` names, or None."""
+    from hp_tune.lengths import read_histogram
+
+    path: Path | None = options["documents"]
+    return None if path is None else tuple(read_histogram(path, "--documents"))
+
+
+def read_only(options: dict[str, Any]) -> Restriction | None:
+    """Return the part of the space that ``--space`` names, or None."""
+    from hp_tune.restriction import read_restriction
+
+    words = " ".join(options["restrict"])
+    return read_restriction(words, options["cp"]) if words else None
+
+
+def read_require(options: dict[str, Any]) -> Requirement | None:
+    """Return what ``--require`` asks for, or None."""
+    from hp_tune.requirement import read_requirement
+
+    return read_requirement(options["require"]) if options["require"] else None
 
 
 def _layout(name: str) -> Layout:

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hp_tune.commands.options import count_option, json_option, read_workload, tell
+from hp_tune.commands.options import (
+    count_option,
+    counts_option,
+    duration_option,
+    json_option,
+    read_documents,
+    read_only,
+    read_require,
+    read_workload,
+    tell,
+)
 
 if TYPE_CHECKING:
     from hp_tune.cluster import Cluster
+    from hp_tune.engine import Settings
+    from hp_tune.measured.result import Measurer
     from hp_tune.model import Model
     from hp_tune.workload import Workload
 
@@ -22,7 +36,11 @@ __all__ = ["search"]
 @click.option("--model", required=True, help="A config.json, a folder that has one, or a preset.")
 @click.option("--cluster", required=True, help="A YAML file or a preset.")
 @count_option("--cp", "Ranks that share one sequence.", required=True)
-@count_option("--seq", "Global sequence length, such as 128K.", required=True)
+@counts_option("--seq", "Global sequence lengths, such as 128K or 32K,128K.")
+@click.option("--seq-hist", default=None, type=click.Path(path_type=Path, dir_okay=False),
+              help="A file of lengths and how often each occurs, instead of --seq.")  # fmt: skip
+@click.option("--documents", default=None, type=click.Path(path_type=Path, dir_okay=False),
+              help="A file of lengths of packed documents and how often each occurs.")  # fmt: skip
 @count_option("--tp", "Ranks that share the heads.", default=1)
 @count_option("--world", "All ranks; then parameters and optimizer count too.  [default: tp x cp]")
 @count_option("--batch", "Sequences per CP group.", default=1)
@@ -42,6 +60,30 @@ __all__ = ["search"]
 @click.option("--recompute", default="auto", show_default=True,
               type=click.Choice(["auto", "on", "off"]),
               help="Activation checkpointing; auto only if nothing fits without.")  # fmt: skip
+@click.option("--mode", default="analytic", show_default=True,
+              type=click.Choice(["analytic", "measured", "hybrid"]),
+              help="Rank by prediction, run everything, or run what is predicted near the best.",
+              )  # fmt: skip
+@click.option("--within", default=1.25, show_default=True, type=click.FloatRange(min=1),
+              help="hybrid: run what is predicted within this factor of the best, ...")  # fmt: skip
+@click.option("--keep", default=3, show_default=True, type=click.IntRange(min=1),
+              help="... and at least so many.")  # fmt: skip
+@duration_option("--budget", "Begin no trial after this time, such as 20m; exit code 4.")
+@count_option("--max-trials", "Begin at most so many trials in this run; exit code 4.")
+@click.option("--space", "restrict", multiple=True, metavar="KEY=VALUES",
+              help="Search a part: u=1,2 lb=on,off overlap=... head_groups=... keep_kv=...",
+              )  # fmt: skip
+@click.option("--variants", is_flag=True,
+              help="Also groups of heads, and K and V that are gathered again.")  # fmt: skip
+@click.option("--require", default=None, metavar="TEXT",
+              help="What must hold, such as 'memory_gib <= 52 and imbalance < 1.2'.")  # fmt: skip
+@click.option("--objective", default="time", show_default=True,
+              type=click.Choice(["time", "pareto"]),
+              help="pareto: also the front of time and memory.")  # fmt: skip
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0),
+              help="Of all that is random.")  # fmt: skip
+@click.option("--storage", default=None, metavar="URL",
+              help="A database for workers on several machines, instead of --study.")  # fmt: skip
 @click.option("--study", default=None, type=click.Path(path_type=Path, dir_okay=False),
               help="Optuna Journal file.  [default: one per search in .hp-tune/]")  # fmt: skip
 @click.option("--out", default="plan.json", show_default=True, help="Where the plan is written.",
@@ -49,37 +91,93 @@ __all__ = ["search"]
 @json_option("Print the result as one JSON object.")
 def search(**options: Any) -> None:
     """Rank every configuration for a model on a cluster, and write the best as a plan."""
-    from hp_tune import render
+    from hp_tune import render_search
+    from hp_tune.buckets import search_lengths
+    from hp_tune.budget import Budget
     from hp_tune.cluster_files import read_cluster
-    from hp_tune.engine import NothingValidError, search
     from hp_tune.hf_config import read_model
     from hp_tune.plan_file import write
 
     model, cluster = read_model(options["model"]), read_cluster(options["cluster"])
-    workload = read_workload(model, options)
-    show = render.result_json if options["as_json"] else render.result_text
-    try:
-        result = search(
-            model,
-            cluster,
-            workload,
-            recompute=options["recompute"],
-            study=options["study"] or _study_path(model, cluster, workload, options["recompute"]),
-            tell=tell,
-        )
-    except NothingValidError as error:
-        show(error.result, None)
-        raise
-    assert result.plan is not None, "a search that returns has a plan"
-    write(result.plan, options["out"])
-    show(result, options["out"])
+    lengths = _lengths(options)
+    workload = read_workload(model, options, lengths[0][0], read_documents(options))
+    how = _settings(options)
+    budget = Budget(options["budget"], options["max_trials"])
+    found = search_lengths(
+        model, cluster, workload, lengths,
+        study=partial(_study_path, model, cluster, options, len(lengths) > 1),
+        storage=options["storage"],
+        measurer=None if how.mode == "analytic" else _measurer(model, cluster, options),
+        budget=budget,
+        tell=tell,
+        settings=how,
+    )  # fmt: skip
+    if found.plan is not None:
+        write(found.plan, options["out"])
+    show = render_search.as_json if options["as_json"] else render_search.as_text
+    show(found, None if found.plan is None else options["out"])
+    if found.error is not None:
+        raise found.error
 
 
-def _study_path(model: Model, cluster: Cluster, workload: Workload, recompute: str) -> Path:
+def _lengths(options: dict[str, Any]) -> list[tuple[int, float]]:
+    from hp_tune.errors import UsageError
+    from hp_tune.lengths import binned, read_histogram
+
+    listed, path = options["seq"], options["seq_hist"]
+    if (listed is None) == (path is None):
+        raise UsageError("one of --seq and --seq-hist must be given", "such as --seq 32K,128K")
+    if path is None:
+        return [(length, 1 / len(listed)) for length in listed]
+    return binned(read_histogram(path), 2 * options["cp"])
+
+
+def _settings(options: dict[str, Any]) -> Settings:
+    from hp_tune.engine import Settings
+    from hp_tune.errors import UsageError
+
+    if options["storage"] is not None and options["study"] is not None:
+        raise UsageError("--study and --storage must not both be given", "name one place")
+    return Settings(
+        mode=options["mode"],
+        objective=options["objective"],
+        recompute=options["recompute"],
+        variants=options["variants"],
+        within=options["within"],
+        keep=options["keep"],
+        only=read_only(options),
+        require=read_require(options),
+        seed=options["seed"],
+    )
+
+
+def _measurer(
+    model: Model, cluster: Cluster, options: dict[str, Any]
+) -> Callable[[Workload], Measurer]:
+    """Return what makes the runner of trials of a length."""
+    from hp_tune.errors import MissingToolsError
+
+    raise MissingToolsError("--mode measured and hybrid need a measurer, which is not there yet")
+
+
+def _study_path(
+    model: Model, cluster: Cluster, options: dict[str, Any], several: bool, workload: Workload
+) -> Path:
+    """Return the Journal file of a length: the named one, or one whose name says the search."""
     from hp_tune.engine import COST_MODEL
     from hp_tune.files import sha256
 
-    asked = [COST_MODEL, model.model_dump(mode="json"), cluster.digest, recompute]
-    key = sha256([*asked, workload.model_dump(mode="json")])[:8]
-    name = f"{model.name}-{cluster.name}-cp{workload.cp_size}-s{workload.seq_len}-{key}"
+    named: Path | None = options["study"]
+    if named is not None:
+        return named.with_stem(f"{named.stem}-s{workload.seq_len}") if several else named
+    mode, objective = options["mode"], options["objective"]
+    asked = [
+        COST_MODEL, model.model_dump(mode="json"), cluster.digest, options["recompute"],
+        workload.model_dump(mode="json"), mode, objective, options["require"],
+    ]  # fmt: skip
+    if mode == "hybrid":
+        asked += [options["within"], options["keep"], options["restrict"], options["variants"]]
+    key = sha256(asked)[:8]
+    suffix = "" if mode == "analytic" else f"-{mode}"
+    name = f"{model.name}-{cluster.name}-cp{workload.cp_size}-s{workload.seq_len}{suffix}-{key}"
     return Path(".hp-tune") / f"{re.sub(r'[^A-Za-z0-9.-]+', '_', name)}.journal"
