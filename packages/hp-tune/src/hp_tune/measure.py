@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from hp_tune.measured.ties import is_tie
 from hp_tune.memory import GIB
 from hp_tune.owner import describe
 from hp_tune.place import turn
@@ -25,8 +26,6 @@ __all__ = ["Measurements", "measure", "shortlist"]
 FINALISTS = 4
 NEAR = 1.1
 """Within this factor of the fastest, or with an interval that meets its interval: a finalist."""
-TIE, CLOSE = 0.01, 0.03
-"""Medians this near tie; so do those that are closer than the second and whose intervals meet."""
 POLL_SECONDS = 0.5
 
 
@@ -243,11 +242,13 @@ def _decided(
 def _simplest_first(ranking: list[Ranked], notes: list[str], cp_size: int) -> list[Ranked]:
     """Move the simplest of those that tie with the fastest to the front."""
     fastest = ranking[0]
+    assert fastest.measured is not None, "only what was measured is ranked here"
     ties = [
         one
         for one in ranking
         if one.in_finals == fastest.in_finals
-        and one.ms <= fastest.ms * (1 + (CLOSE if _overlap(one, fastest) else TIE))
+        and one.measured is not None
+        and is_tie(one.measured, fastest.measured)
     ]
     winner = min(ties, key=lambda one: one.order[1:])
     if winner is not fastest:

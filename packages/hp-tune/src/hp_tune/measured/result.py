@@ -24,19 +24,24 @@ class Measured:
     Attributes:
         outcome: ``ok``, or the class of the failure.
         reason: One sentence for people; empty when ``ok``.
+        details: The traceback of the rank that failed first, or the end of its log.
         samples_ms: Forward and backward of the model's layers, scaled to all of them: one number
             per timed round, the maximum over ranks.
         forward_ms, backward_ms: Medians of the two halves.
         median_ms: Of ``samples_ms``; NaN unless ``ok``.
         interval_ms: 95 % bootstrap interval of the median.
-        collectives: Calls per kind on one rank, forward and backward of one layer.
+        collectives: Calls per kind on rank 0, forward and backward of one layer of each kind.
         bytes_sent: Bytes per kind that left that rank.
-        memory_bytes: Peak of a rank's memory, the largest over ranks; 0 where it cannot be read.
+        memory_bytes: Peak of a rank's memory in its steps, the largest over ranks; 0 where it
+            cannot be read.
+        checked_len: Length of the sequence that was compared with the unsharded result; shorter
+            than that of the trial where that would be costly.
         folder: Where the logs of the ranks lie.
     """
 
     outcome: Outcome
     reason: str = ""
+    details: str = ""
     samples_ms: tuple[float, ...] = ()
     forward_ms: float = float("nan")
     backward_ms: float = float("nan")
@@ -45,6 +50,7 @@ class Measured:
     collectives: Mapping[str, int] | None = None
     bytes_sent: Mapping[str, int] | None = None
     memory_bytes: int = 0
+    checked_len: int = 0
     folder: Path | None = None
 
 

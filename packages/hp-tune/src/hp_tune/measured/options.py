@@ -1,0 +1,94 @@
+"""The options of a command that measures, and the measurer that they describe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from hp_tune.measured.measurer import TorchrunMeasurer
+    from hp_tune.model import Model
+    from hp_tune.workload import Workload
+
+__all__ = ["make_measurer", "measuring_options"]
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any] | click.Command)
+
+OPTIONS = (
+    click.option("--backend", default="cpu-gloo", show_default=True,
+                 type=click.Choice(["cpu-gloo", "cuda-nccl", "npu-hccl"]),
+                 help="Device and collectives of measured trials."),
+    click.option("--nproc-per-node", type=click.IntRange(min=1), default=None, metavar="N",
+                 help="Ranks of a trial on each host.  [default: --cp over the hosts]"),
+    click.option("--host", "hosts", multiple=True, metavar="PREFIX",
+                 help="What stands in front of a command to run it on a node, such as 'ssh node1' "
+                 "or 'ip netns exec hp0'; once per node.  [default: this machine]"),
+    click.option("--master-addr", default="", metavar="ADDRESS",
+                 help="Address of the first host for the others.  [default: it is asked]"),
+    click.option("--trial-timeout", type=click.FloatRange(min=1), default=300.0, show_default=True,
+                 metavar="SECONDS", help="After which a trial is ended."),
+    click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True, metavar="N",
+                 help="Timed rounds of a trial at most; fewer if they agree."),
+    click.option("--warmup", type=click.IntRange(min=2), default=2, show_default=True, metavar="N",
+                 help="Steps of a trial before the timed ones."),
+)  # fmt: skip
+
+
+def measuring_options(command: Decorated) -> Decorated:
+    """Add the options of measured trials to a command; `make_measurer` reads them."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+def make_measurer(
+    model: Model,
+    workload: Workload,
+    options: Mapping[str, Any],
+    *,
+    logs: Path,
+    tell: Callable[[str], None] = lambda _: None,
+) -> TorchrunMeasurer:
+    """Return the measurer that a command's options describe, after asking the hosts for devices.
+
+    Args:
+        model: Of the search.
+        workload: Of the search.
+        options: Parameters of the command, among them those of `measuring_options`.
+        logs: Folder for the logs of the trials.
+        tell: Receives one sentence when something needs to be known.
+
+    Raises:
+        UsageError: The ranks do not fit the workload.
+        MissingToolsError: The devices of the backend are not there.
+    """
+    from hp_tune.errors import UsageError
+    from hp_tune.measured.measurer import TorchrunMeasurer
+    from hp_tune.measured.request import Protocol
+    from hp_tune.torchrun import Launcher
+
+    hosts, nproc = tuple(options["hosts"]), options["nproc_per_node"]
+    nodes = max(1, len(hosts))
+    if nproc is None:
+        if workload.cp_size % nodes:
+            raise UsageError(
+                f"--cp ({workload.cp_size}) must be divisible by the number of --host ({nodes})",
+                "say how many ranks a host has with --nproc-per-node",
+            )
+        nproc = workload.cp_size // nodes
+    measurer = TorchrunMeasurer(
+        model,
+        workload,
+        Launcher(options["backend"], nproc, hosts, master_addr=options["master_addr"]),
+        logs,
+        timeout=options["trial_timeout"],
+        protocol=Protocol(warmup=options["warmup"], rounds=options["rounds"]),
+        tell=tell,
+    )
+    if options["backend"] == "cpu-gloo":
+        tell("backend cpu-gloo: times are those of this machine's CPUs and not transferable")
+    measurer.check()
+    return measurer

@@ -1,0 +1,186 @@
+"""What a job is asked: layer shapes as one rank's attention sees them, and styles to run them with.
+
+No torch and no pydantic: the ranks of a job start in the time of their imports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from hp_tune.model import Attention, Model
+    from hp_tune.workload import Config, Layout, Workload
+
+__all__ = ["JobRequest", "LayerShape", "Protocol", "StyleCall", "layer_shapes", "style_call"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One kind of layer: `hp_tune.Attention` with the heads of one TP rank.
+
+    Attributes:
+        count: How many layers of the model are like this.
+    """
+
+    kind: str
+    count: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    v_head_size: int
+    window: int | None = None
+    latent_size: int | None = None
+    rope_size: int = 0
+    q_latent_size: int | None = None
+    index_topk: int | None = None
+    index_heads: int = 1
+    index_head_size: int = 1
+    has_indexer: bool = True
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the styles of hp_dsa run it."""
+        return self.index_topk is not None
+
+    @property
+    def nope_size(self) -> int:
+        """Features of a q head that carry no position."""
+        return self.head_size - self.rope_size
+
+    def shortened(self, seq_len: int) -> LayerShape:
+        """Return the layer for a short sequence, where its window and its selection still cut."""
+        window = None if self.window is None else max(1, min(self.window, seq_len // 3))
+        topk = None if self.index_topk is None else max(1, min(self.index_topk, seq_len // 3))
+        return dataclasses.replace(self, window=window, index_topk=topk)
+
+
+@dataclass(frozen=True, slots=True)
+class StyleCall:
+    """A configuration as its styles are constructed.
+
+    Attributes:
+        label: For people.
+        kwargs: Of `hp_cp.ContextParallel` or `hp_cp.AsyncContextParallel`.
+        sparse_kwargs: Of the three styles of hp_dsa.
+        overlap: Whether the asynchronous styles are meant.
+    """
+
+    label: str
+    kwargs: dict[str, Any]
+    sparse_kwargs: dict[str, Any]
+    overlap: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """How long a job measures.
+
+    Attributes:
+        warmup: Steps before the timed ones; at least two are made, the first of which learns.
+        rounds: Timed rounds at most.
+        budget_s: Seconds after which no further round begins.
+        precision: Half of the interval over the median at which it is enough.
+        check_tokens: Length of the sequence in the comparison with the unsharded result, at most.
+    """
+
+    warmup: int = 2
+    rounds: int = 9
+    budget_s: float = 60.0
+    precision: float = 0.01
+    check_tokens: int = 384
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """All that a job is asked."""
+
+    hidden_size: int
+    layers: tuple[LayerShape, ...]
+    styles: tuple[StyleCall, ...]
+    seq_len: int
+    cp_size: int
+    tp_size: int
+    batch: int
+    dtype: Literal["bf16", "fp16", "fp32", "fp64"]
+    layout: Layout
+    causal: bool
+    recompute: bool
+    protocol: Protocol = dataclasses.field(default_factory=Protocol)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what JSON holds."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(found: dict[str, Any]) -> JobRequest:
+        """Return the request that ``to_json`` wrote."""
+        parts = {
+            "layers": tuple(LayerShape(**layer) for layer in found["layers"]),
+            "styles": tuple(StyleCall(**style) for style in found["styles"]),
+            "protocol": Protocol(**found["protocol"]),
+        }
+        return JobRequest(**{**found, **parts})
+
+
+def layer_shapes(model: Model, tp_size: int) -> tuple[LayerShape, ...]:
+    """Return the kinds of layers that context parallelism touches, for one TP rank."""
+    return tuple(
+        _shape(layer, count, tp_size) for layer, count in model.layer_groups if layer.exchanges
+    )
+
+
+def _shape(layer: Attention, count: int, tp_size: int) -> LayerShape:
+    sparse = layer.is_sparse
+    return LayerShape(
+        kind=layer.kind,
+        count=count,
+        num_heads=layer.num_heads // tp_size,
+        num_kv_heads=max(1, layer.num_kv_heads // tp_size),
+        head_size=layer.head_size,
+        v_head_size=layer.v_head_size,
+        window=layer.window,
+        latent_size=layer.latent_size,
+        rope_size=layer.rope_size if layer.latent_size else 0,
+        q_latent_size=layer.q_latent_size,
+        index_topk=layer.index_topk if sparse else None,
+        index_heads=layer.index_heads or 1,
+        index_head_size=layer.index_head_size or 1,
+        has_indexer=layer.has_indexer,
+    )
+
+
+def style_call(config: Config, workload: Workload) -> StyleCall:
+    """Return the arguments that an entry of ``plan.json`` with this configuration gives."""
+    dense, sparse = (
+        _entry_kwargs(config, workload.layout, styles) for styles in ("hp_cp", "hp_dsa")
+    )
+    return StyleCall(config.label(workload.cp_size), dense, sparse, config.overlap)
+
+
+def _entry_kwargs(config: Config, layout: str, styles: str) -> dict[str, Any]:
+    from hp_tune.plan_file import Entry
+
+    # of an entry only what its arguments follow from: it has no numbers yet
+    entry = Entry.model_construct(
+        best=SimpleNamespace(config=config),
+        layout=layout,
+        styles=styles,
+    )
+    return entry.style_kwargs()
+
+
+def check_length(request: JobRequest) -> int:
+    """Return the length of the comparison: the longest that is short enough and can be cut."""
+    multiple = 2 * request.cp_size
+    if request.seq_len <= max(request.protocol.check_tokens, multiple):
+        return request.seq_len
+    return max(1, request.protocol.check_tokens // multiple) * multiple
+
+
+def labels(styles: Sequence[StyleCall]) -> str:
+    """Return the labels in one line."""
+    return ", ".join(style.label for style in styles)
