@@ -6,8 +6,9 @@ import pytest
 
 from hp_comm.kernels.catalog import arguments, cases, variants, variants_of
 from hp_comm.kernels.config import KERNELS, default_launch
+from hp_comm.kernels.layout import copies
 from hp_comm.kernels.limits import UB_BYTES, alignment, blocks, grid, predict_ub_bytes, shifts
-from hp_comm.kernels.segments import Segments
+from hp_comm.kernels.segments import Segments, move_segments
 
 
 def _pieces(rows: int, inner: int, *strides: tuple[int, int], count: int = 1) -> Segments:
@@ -79,3 +80,16 @@ def test_default_launches_fit_the_unified_buffer(device: str) -> None:
         for dtype, size in (("bf16", 2), ("fp32", 4)):
             for one in variants_of(kernel, case, dtype, default_launch(device)):
                 assert predict_ub_bytes(kernel, size, one.constants) <= UB_BYTES
+
+
+def test_long_rows_are_cut_so_that_every_core_has_work() -> None:
+    """Two batch entries of a chunk of rows are two long rows: not two programs' work."""
+    shape = (2, 4, 8192, 1, 576)  # B, chunks of a head-tail gather, rows, heads, size
+    strides = (4 * 8192 * 576, 8192 * 576, 576, 576, 1)
+    moved = copies((shape,), (strides,), (1,), (2, 2), (0, 3, 1, 2), ())
+
+    segments = move_segments(moved)
+
+    assert sum(one.elements for one in segments) == 2 * 4 * 8192 * 576
+    assert max(one.inner for one in segments) <= 1024
+    assert all(one.strides == ((1024, 1), (1024, 1)) for one in segments)

@@ -319,6 +319,11 @@ def test_shapes_are_read_as_they_are_written() -> None:
         ("S8-H32:3-D128-P8", r"H \(3\) must divide P \(8\)"),
         ("S8-H8-D128-P8-TND-B2", r"TND has no batch"),
         ("S8-H8-D27-P8", r"D \(27\) must be even"),
+        ("S8-H8-D32-P8-fp16-fp32", r"'fp16' and 'fp32' contradict each other"),
+        ("S8-H8-D32-P8-BSHD-BNSD", r"'BSHD' and 'BNSD' contradict each other"),
+        ("S8-H8-D32-P8-rows-heads", r"'rows' and 'heads' contradict each other"),
+        ("S8-S16-H8-D32-P8", r"'S8' and 'S16' contradict each other"),
+        ("S8-H8-H8:8-D32-P8", r"'H8' and 'H8:8' contradict each other"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused_with_its_part(text: str, words: str) -> None:

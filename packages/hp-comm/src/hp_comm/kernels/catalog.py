@@ -17,6 +17,7 @@ from hp_comm.kernels.layout import Shape, View, copies
 from hp_comm.kernels.limits import bundles
 from hp_comm.kernels.plans import Launch, Work, head_launch, merge_launch, move_launch
 from hp_comm.kernels.segments import head_segments, move_segments, sum_segments
+from hp_mesh.window import head_tail_chunks
 
 __all__ = ["DTYPES", "Case", "Variant", "cases", "launches", "layout_of", "variants", "variants_of"]
 
@@ -45,7 +46,8 @@ class Case:
 
     Attributes:
         name: What it stands for.
-        dim: ``"heads"`` cuts heads for ranks, ``"rows"`` the sequence.
+        dim: ``"heads"`` cuts heads for ranks, ``"rows"`` the sequence, ``"chunks"`` a sequence in
+            head-tail order: ``rows`` are its chunks, and what is in one counts among the heads.
         layout: Order of dims in memory: BSHD, BNSD, SBHD or TND.
         ranks: Ranks that share the heads or rows.
         joined: Whether tensors lie side by side on the wire.
@@ -112,6 +114,8 @@ def cases(quick: bool) -> Iterator[tuple[str, Case]]:
         ("heads of 80, 3:3:3 per rank", Case("", 2, 1001, (12, 12, 12), 80, 4)),
         ("one tensor, apart", Case("", 1, 8192, (32,), 128, 8, joined=False)),
         ("rows, one tensor", Case("", 2, 8192, (4,), 128, 8, "rows", joined=False)),
+        # 16 chunks of 512 rows of latent and rotary part, which have one head
+        ("head-tail gather, MLA", Case("", 2, 16, (512,), 576, 8, "chunks", joined=False)),
         ("rows of a gather, BNSD", Case("", 1, 8192, (8,), 128, 8, "rows", "BNSD", joined=False)),
     ):
         named = Case(name, *(getattr(one, f) for f in list(Case.__slots__)[1:]))
@@ -146,6 +150,8 @@ def _parts(case: Case, heads: int) -> tuple[list[int], list[int]]:
     """Return how many positions each rank gets, and which, of a tensor."""
     if case.dim == "rows":
         return [case.rows // case.ranks] * case.ranks, list(range(case.rows))
+    if case.dim == "chunks":
+        return [case.rows // case.ranks] * case.ranks, list(head_tail_chunks(case.ranks))
     if heads % case.ranks:  # fewer KV heads than ranks: each rank gets the one that it needs
         return [1] * case.ranks, [rank * heads // case.ranks for rank in range(case.ranks)]
     return [heads // case.ranks] * case.ranks, list(range(heads))

@@ -129,6 +129,9 @@ def move_segments(copies: Sequence[Copy]) -> tuple[Segments, ...]:
             continue
         views = [copy.own, copy.place]
         rows, inner, outer = _tile(_dims(views), len(views))
+        if set(inner.strides) == {1} and rows.size * LONGEST < inner.size:
+            # few rows that are long: cut them, or few programs would do all of the work
+            outer, rows = [*outer, rows], _Dim(1, (0,) * len(views))
         offsets = _offsets(views, outer)
         for size, inner_size, skip in _split(rows, inner):
             strides = tuple(zip(rows.strides, inner.strides, strict=True))

@@ -118,19 +118,22 @@ def _parse_one(text: str) -> Shape:
     numbers: dict[str, int] = {}
     heads: tuple[int, ...] = ()
     words = {"layout": "BSHD", "dtype": "bf16", "dim": "heads"}
+    said: dict[str, str] = {}
     for part in text.split("-"):
         if number := _NUMBERS.fullmatch(part):
-            numbers[number[1]] = int(number[2])
+            kind = number[1]
+            numbers[kind] = int(number[2])
         elif found := _HEADS.fullmatch(part):
+            kind = "H"
             heads = tuple(map(int, found[1].split(":")))
-        elif part in LAYOUTS:
-            words["layout"] = part
-        elif part in ELEMENT_SIZE:
-            words["dtype"] = part
-        elif part in ("heads", "rows"):
-            words["dim"] = part
         else:
-            raise UsageError(f"--shapes: {text!r}: {part!r} is not known", f"write {EXAMPLE}")
+            kind = _kind_of_word(text, part)
+            words[kind] = part
+        if said.setdefault(kind, part) != part:
+            raise UsageError(
+                f"--shapes: {text!r}: {said[kind]!r} and {part!r} contradict each other",
+                "leave one of them out, or write two shapes with a comma between them",
+            )
     missing = [name for name in "SDP" if name not in numbers] + ([] if heads else ["H"])
     if missing:
         raise UsageError(f"--shapes: {text!r} must have {', '.join(missing)}", f"write {EXAMPLE}")
@@ -138,6 +141,15 @@ def _parse_one(text: str) -> Shape:
     shape = Shape(numbers["S"], heads, numbers["D"], numbers["P"], batch, **words)
     _check(text, shape)
     return shape
+
+
+def _kind_of_word(text: str, part: str) -> str:
+    """Return what a word says something about."""
+    kinds = {"layout": LAYOUTS, "dtype": tuple(ELEMENT_SIZE), "dim": ("heads", "rows")}
+    for kind, known in kinds.items():
+        if part in known:
+            return kind
+    raise UsageError(f"--shapes: {text!r}: {part!r} is not known", f"write {EXAMPLE}")
 
 
 def _check(text: str, shape: Shape) -> None:
