@@ -25,7 +25,7 @@ from hp_comm.counters import record
 from hp_comm.failures import Naming
 from hp_mesh.checks import fail
 
-__all__ = ["HEADER_BYTES", "preflight"]
+__all__ = ["HEADER_BYTES", "gather_headers", "preflight"]
 
 HEADER_BYTES = 1024
 _TEXT_AT = 1 + 2 + 16
@@ -67,7 +67,7 @@ def preflight(
         return
     if callable(signature):
         signature = {} if error is not None else signature()
-    headers = _gather(where, group, _header(where, signature, error))
+    headers = gather_headers(where, group, _header(where, signature, error))
     # one comparison of digests on the good path; texts are read only when they are needed
     agreed = torch.equal(headers[:, :_TEXT_AT], headers[:1, :_TEXT_AT].expand(len(headers), -1))
     if agreed and not int(headers[0, 0]):
@@ -103,7 +103,14 @@ def _flat(value: object) -> str:
     return str(value).replace("\n", " ")
 
 
-def _gather(where: str, group: ProcessGroup, header: bytes) -> Tensor:
+def gather_headers(where: str, group: ProcessGroup, header: bytes) -> Tensor:
+    """Return every rank's header, ``[P, HEADER_BYTES]`` bytes on the CPU; one collective.
+
+    Args:
+        where: Who asks; a collective that does not complete says so.
+        group: The ranks, all of which must call.
+        header: `HEADER_BYTES` long.
+    """
     device, size = _torch.group_device(group), _torch.group_size(group)
     mine = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)
     headers = torch.empty(size * HEADER_BYTES, dtype=torch.uint8, device=device)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         NoConfigurationError,
         PlanMismatchError,
         PlanSchemaError,
+        RankMismatchError,
         StudyError,
         TuneError,
         UsageError,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from hp_tune.hf_config import model_from_config, read_model
     from hp_tune.model import Attention, Model
     from hp_tune.plan_file import Entry, PlanFile, load
+    from hp_tune.verify import verify_ranks
     from hp_tune.workload import Config, Workload
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "PlanMismatchError",
     "PlanSchemaError",
     "Prediction",
+    "RankMismatchError",
     "Result",
     "StudyError",
     "TuneError",
@@ -53,6 +56,7 @@ __all__ = [
     "read_cluster",
     "read_model",
     "search",
+    "verify_ranks",
 ]
 
 _HOMES = {
@@ -64,6 +68,7 @@ _HOMES = {
         "NoConfigurationError",
         "PlanMismatchError",
         "PlanSchemaError",
+        "RankMismatchError",
         "StudyError",
         "TuneError",
         "UsageError",
@@ -72,6 +77,7 @@ _HOMES = {
     "hp_tune.hf_config": ("model_from_config", "read_model"),
     "hp_tune.model": ("Attention", "Model"),
     "hp_tune.plan_file": ("Entry", "PlanFile", "load"),
+    "hp_tune.verify": ("verify_ranks",),
     "hp_tune.workload": ("Config", "Workload"),
 }
 

@@ -9,6 +9,7 @@ __all__ = [
     "NoConfigurationError",
     "PlanMismatchError",
     "PlanSchemaError",
+    "RankMismatchError",
     "StudyError",
     "TuneError",
     "UsageError",
@@ -97,3 +98,10 @@ class PlanMismatchError(TuneError):
 
     exit_code = 8
     id = "plan-mismatch"
+
+
+class RankMismatchError(TuneError):
+    """The ranks of a job do not hold the same plan."""
+
+    exit_code = 8
+    id = "rank-mismatch"

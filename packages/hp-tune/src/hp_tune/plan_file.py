@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hp_cp.plan import Plan, make_plan
-from hp_mesh.layout import LAYOUTS
 from hp_tune.errors import PlanMismatchError, PlanSchemaError, UsageError
 from hp_tune.files import load_json, sha256
 from hp_tune.workload import Config, Layout, Workload
 
 if TYPE_CHECKING:
     from hp_cp import ContextParallel
+    from hp_tune.styles import StyleSpec
 
 __all__ = [
     "Entry",
@@ -35,6 +35,7 @@ __all__ = [
     "write",
 ]
 
+VARIABLE = "HP_TUNE_PLAN"
 SCHEMA: Literal["hp-tune/plan/3"] = "hp-tune/plan/3"
 
 
@@ -126,8 +127,7 @@ class Entry(_Strict):
     """One answer: the configuration for some lengths and a number of ranks.
 
     Attributes:
-        styles: Whose styles run it; those of ``hp_dsa`` are three, with the arguments of
-            `style_kwargs`.
+        styles: Whose styles run it; those of ``hp_dsa`` are three: see `styles_dict`.
         recompute: Whether it was searched with activation checkpointing.
         margin: How much slower the next is, as a fraction.
         front: With the objective ``pareto``, what no other beats in both time and memory.
@@ -155,35 +155,39 @@ class Entry(_Strict):
         return make_plan(self.when.cp_size, config.ulysses_degree, config.load_balance)
 
     def style_kwargs(self, **overrides: Any) -> dict[str, Any]:
-        """Return the arguments of the style's constructor; ``overrides`` win."""
-        config, dims = self.best.config, LAYOUTS[self.layout]
-        if self.styles == "hp_dsa":
-            layout = "TND" if self.layout == "TND" else "BSND"
-            found: dict[str, Any] = {"layout": layout, "load_balance": config.load_balance}
-            found |= {} if config.keep_kv else {"keep_keys": False}
-            return {**found, **overrides}
-        found = {
-            "seq_dim": dims.seq_dim,
-            "head_dim": dims.head_dim,
-            "ulysses_degree": config.ulysses_degree,
-            "load_balance": config.load_balance,
-        }
-        found |= {} if config.keep_kv else {"keep_kv": False}
-        found |= {} if config.head_groups == 1 else {"head_groups": config.head_groups}
-        return {**found, **overrides}
+        """Return the arguments of the style's constructor; ``overrides`` win.
+
+        For sparse attention they are those of the indexer's style; see `style_specs` for all three.
+        """
+        first = next(iter(self.style_specs().values()))
+        return {**first.arguments, **overrides}
+
+    def style_specs(self) -> dict[str, StyleSpec]:
+        """Return the class and the arguments of each style by its boundary; imports no torch.
+
+        ``attention``, and for sparse attention ``indexer`` and ``indexer_loss`` too.
+        """
+        from hp_tune.styles import style_specs
+
+        return style_specs(self)
 
     def style(self, **overrides: Any) -> ContextParallel:
-        """Return the style object to apply; the only call here that imports torch."""
+        """Return the style object to apply; imports torch."""
         if self.styles != "hp_cp":
             raise PlanMismatchError(
                 "this plan is for sparse attention, which takes the three styles of hp_dsa",
-                "construct them with style_kwargs()",
+                "take them from styles_dict(), one for each boundary",
             )
-        import hp_cp
-
-        name = "AsyncContextParallel" if self.best.config.overlap else "ContextParallel"
-        style: ContextParallel = getattr(hp_cp, name)(**self.style_kwargs(**overrides))
+        style: ContextParallel = self.style_specs()["attention"].build(**overrides)
         return style
+
+    def styles_dict(self, **overrides: Any) -> dict[str, Any]:
+        """Return the style objects by the boundary that they go on; imports torch.
+
+        ``attention`` alone for the styles of ``hp_cp``; ``indexer``, ``attention`` and
+        ``indexer_loss`` for those of ``hp_dsa``. ``overrides`` go to each of them.
+        """
+        return {role: spec.build(**overrides) for role, spec in self.style_specs().items()}
 
 
 class PlanFile(_Strict):
@@ -275,13 +279,16 @@ def seal(plan: PlanFile) -> PlanFile:
     return plan.model_copy(update={"digest": sha256(plan.content())})
 
 
-def load(path: str | Path) -> PlanFile:
+def load(path: str | Path | None = None) -> PlanFile:
     """Return the plan in ``path``.
+
+    Args:
+        path: The file; None takes what the environment variable ``HP_TUNE_PLAN`` names.
 
     Raises:
         PlanSchemaError: It is missing, not a plan, or was changed since it was written.
     """
-    path = Path(path)
+    path = Path(path) if path is not None else _path_from_environment()
     try:
         data = load_json(path)
     except UsageError as error:
@@ -303,3 +310,13 @@ def load(path: str | Path) -> PlanFile:
             "write it again with `hp-tune search --out`",
         )
     return plan
+
+
+def _path_from_environment() -> Path:
+    named = os.environ.get(VARIABLE)
+    if not named:
+        raise PlanSchemaError(
+            f"load: there is no path, and {VARIABLE} is not set",
+            f"pass the path of a plan, or set {VARIABLE}=plan.json on every rank",
+        )
+    return Path(named)

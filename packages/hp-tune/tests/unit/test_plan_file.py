@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from hp_tune.cluster_files import read_cluster
 from hp_tune.engine import search
 from hp_tune.errors import PlanMismatchError, PlanSchemaError
 from hp_tune.hf_config import read_model
-from hp_tune.plan_file import PlanFile, load, write
+from hp_tune.plan_file import PlanFile, load, seal, write
 from hp_tune.workload import Workload
 
 
@@ -127,3 +129,93 @@ def test_plan_may_be_written_nowhere_else(tmp_path: Path) -> None:
     """A folder that does not exist is one sentence."""
     with pytest.raises(hp_tune.UsageError, match=r"--out .* cannot be written"):
         write(plan(), tmp_path / "none" / "plan.json")
+
+
+def test_sparse_attention_has_a_style_for_each_boundary() -> None:
+    """Balance is the indexer's, whose queries travel: data stays in order, as it was priced."""
+    model = read_model("DeepSeek-V3.2").model_copy(
+        update={"layers": read_model("DeepSeek-V3.2").layers[:2]}
+    )
+    found = search(
+        model, read_cluster("atlas-900-a3"), Workload(seq_len=65536, cp_size=8), overlap=False
+    )
+    assert found.plan is not None
+    (entry,) = found.plan.entries
+    styles = entry.styles_dict(use_local_output=True)
+
+    assert [type(style).__name__ for style in styles.values()] == [
+        "DSAIndexerContextParallel",
+        "DSASparseAttentionContextParallel",
+        "DSAIndexerLossContextParallel",
+    ]
+    assert list(styles) == ["indexer", "attention", "indexer_loss"]
+    assert (styles["indexer"].load_balance, styles["indexer"].order) == (True, "contiguous")
+    assert not styles["attention"].load_balance
+    assert all(style.use_local_output for style in styles.values())
+    with pytest.raises(PlanMismatchError, match="styles_dict"):
+        entry.style()
+
+
+def test_dense_attention_has_one_style() -> None:
+    """The same object by either door."""
+    (entry,) = plan(layout="BNSD").entries
+    (style,) = entry.styles_dict().values()
+
+    assert type(style) is type(entry.style()) is hp_cp.ContextParallel
+    assert (style.seq_dim, style.head_dim) == (2, 1)
+
+
+def test_load_without_a_path_asks_the_environment(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HP_TUNE_PLAN, or one sentence that names it."""
+    monkeypatch.setenv("HP_TUNE_PLAN", str(path))
+    assert load() == load(path)
+    monkeypatch.setenv("HP_TUNE_PLAN", "")
+    with pytest.raises(PlanSchemaError, match="HP_TUNE_PLAN is not set"):
+        load()
+
+
+def test_loading_takes_milliseconds_and_no_heavy_import(path: Path) -> None:
+    """A fresh process loads, selects and asks for arguments: no torch, optuna, rich, click, YAML.
+
+    The time is CPU time beyond importing pydantic, which the schema is written in.
+    """
+    code = (
+        "import sys, time, pydantic\n"
+        "import hp_mesh.layout, hp_cp.plan\n"
+        "start = time.process_time()\n"
+        "import hp_tune\n"
+        "first = hp_tune.load(sys.argv[1])\n"
+        "whole = time.process_time() - start\n"
+        "start = time.process_time()\n"
+        "entry = hp_tune.load(sys.argv[1]).select(seq_len=65536, world_size=8)\n"
+        "assert entry.style_kwargs()['load_balance'] and entry.style_specs()\n"
+        "again = time.process_time() - start\n"
+        "for name in ('torch', 'optuna', 'rich', 'click', 'yaml', 'numpy'):\n"
+        "    assert name not in sys.modules, name\n"
+        "print(whole, again)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    whole, again = map(float, done.stdout.split())
+    assert again < 0.05, "a load is milliseconds"
+    assert whole < 0.5, "schema included"
+
+
+def test_nothing_in_a_plan_is_executed(path: Path) -> None:
+    """Text that would be code elsewhere is text: in names, notes and numbers."""
+    bomb = "__import__('os').abort()"
+    held = load(path)
+    wrong = held.model_copy(update={"notes": (bomb,), "model": {**held.model, "name": bomb}})
+    write(seal(wrong), path)
+
+    assert load(path).notes == (bomb,)
+    assert load(path).entries[0].style_kwargs() == held.entries[0].style_kwargs()
+    path.write_text(path.read_text().replace(f'"{bomb}"', f'{{"!!python": "{bomb}"}}'))
+    with pytest.raises(PlanSchemaError):
+        load(path)

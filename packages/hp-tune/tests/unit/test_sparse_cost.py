@@ -170,7 +170,8 @@ def test_search_of_a_sparse_model_finds_the_styles_of_hp_dsa() -> None:
     assert {rejection.rule for _, rejection in result.rejected} == {"V08"}
     assert result.plan is not None
     entry: Entry = result.plan.entries[0]
-    assert entry.style_kwargs() == {"layout": "BSND", "load_balance": True}
+    natural = {"layout": "BSND", "load_balance": True, "order": "contiguous"}
+    assert entry.style_kwargs() == natural
     with pytest.raises(PlanMismatchError, match="three styles of hp_dsa"):
         entry.style()
 
