@@ -1,15 +1,18 @@
 """Sums over the ranks, for what each of them computed a share of.
 
-=================  ==================================  ==========================================
-function           result                              backward
-=================  ==================================  ==========================================
-`scatter_seq`      this rank's rows of the sum         one all-gather
-`sum_shares`       the sum, the same on all ranks      nothing: each rank goes on with its share
-=================  ==================================  ==========================================
+====================  ==================================  ======================================
+function              result                              backward
+====================  ==================================  ======================================
+`scatter_seq`         this rank's rows of the sum         one all-gather
+`scatter_seq_given`   the same, later                     none: for code that is backward itself
+`sum_shares`          the sum, the same on all ranks      nothing: each rank goes on with its
+                                                          share
+====================  ==================================  ======================================
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -21,10 +24,11 @@ from hp_comm import _torch
 from hp_comm.autograd import run
 from hp_comm.counters import record
 from hp_comm.failures import Naming
+from hp_comm.handle import Handle
 from hp_comm.transfers import ReduceScatter
 from hp_mesh.sequence import Order
 
-__all__ = ["scatter_seq", "sum_shares"]
+__all__ = ["scatter_seq", "scatter_seq_given", "sum_shares"]
 
 
 def scatter_seq(
@@ -52,6 +56,35 @@ def scatter_seq(
     if size == 1:
         return x
     return run(ReduceScatter(where, group, (cut,), (tuple(x.shape),)), [x])[0]
+
+
+def scatter_seq_given(
+    xs: Sequence[Tensor], group: ProcessGroup, *, seq_dim: int
+) -> Handle[tuple[Tensor, ...]]:
+    """Start to sum tensors over the ranks; `Handle.wait` returns this rank's rows of the sums.
+
+    Args:
+        xs: ``[S, B, H, D]`` each, this rank's shares of sums; given away: what is dense and has its
+            rows first is sent where it lies, so nobody may write to it. They get no gradients.
+        group: The ``P`` ranks.
+        seq_dim: Dim of ``xs`` that holds the sequence.
+
+    Returns:
+        A handle of ``[S/P, B, H, D]`` each, summed in the dtype of the tensor.
+    """
+    where = "scatter_seq_given"
+    size, _ = cuts.group_of(where, group)
+    given = [x.detach() for x in xs]
+    if size == 1:
+        return Handle.ready(where, tuple(given))
+    shapes = tuple(tuple(x.shape) for x in given)
+    dims = [cuts.one_dim(where, shape, "seq_dim", seq_dim) for shape in shapes]
+    parts = tuple(
+        cuts.rows_to_ranks(where, x.shape, dim, None, size)
+        for x, dim in zip(given, dims, strict=True)
+    )
+    pending = ReduceScatter(where, group, parts, shapes).start_given(given)
+    return Handle(where, pending, pending.finish)
 
 
 class _SumShares(torch.autograd.Function):

@@ -221,6 +221,10 @@ class ReduceScatter(Move):
             [((t,), self._start(t, x, overlap, async_op)) for t, x in enumerate(xs)],
         )
 
+    def start_given(self, xs: Sequence[Tensor]) -> Pending:
+        """Launch and go on, as ``overlap`` does, with ``xs`` given away: sent where they lie."""
+        return Pending([((t,), self._start(t, x, False, True)) for t, x in enumerate(xs)])
+
     def _start(self, t: int, x: Tensor, overlap: bool, async_op: bool) -> Transfer:
         cut, shape = self.cuts[t], self.shapes[t]
         size, rank = _torch.group_size(self.group), _torch.group_rank(self.group)

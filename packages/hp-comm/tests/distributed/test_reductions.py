@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from hp_comm import scatter_seq, sum_shares, traffic
+from hp_comm.reductions import scatter_seq_given
 from hp_comm.sequence import count_tokens
 from hp_mesh.sequence import Order, join_sequence, shard_sequence
-from hp_mesh.testing import assert_close, count_collectives, randn, ranks
+from hp_mesh.testing import assert_close, count_collectives, peak_memory, randn, ranks
 
 
 def _group() -> torch.distributed.ProcessGroup:
@@ -39,6 +40,27 @@ def _scatter(rank: int, size: int, order: Order) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_rows_of_a_sum_mirror_the_gather(size: int, order: Order) -> None:
     ranks(size).run(_scatter, size, order)
+
+
+def _given(rank: int, size: int) -> None:
+    shares = [randn(3 * size, 2, 5, seed=r) for r in range(size)]
+    later = [randn(2, 3 * size, 4, seed=20 + r).transpose(0, 1) for r in range(size)]
+
+    with count_collectives() as sent, peak_memory() as memory:
+        handle = scatter_seq_given([shares[rank], later[rank]], _group(), seq_dim=0)
+        rows, strided = handle.wait()
+
+    assert_close(rows, sum(shares).chunk(size)[rank])
+    assert_close(strided, sum(later).chunk(size)[rank])
+    assert sent.count("reduce_scatter") == (0 if size == 1 else 2)
+    if size > 1:  # the dense one is sent where it lies, and the other copied
+        assert memory.peak <= rows.nbytes + strided.nbytes + later[rank].nbytes
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_is_given_away_is_summed_later_and_not_copied(size: int) -> None:
+    """Two tensors at once, one of which does not lie as the wire wants it."""
+    ranks(size).run(_given, size)
 
 
 def _sum(rank: int, size: int) -> None:

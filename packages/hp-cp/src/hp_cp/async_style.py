@@ -55,6 +55,8 @@ class AsyncContextParallel(ContextParallel):
         A fallback to the synchronous path warns once, with its reason.
     """
 
+    overlaps = True
+
     def __init__(
         self,
         *args: Any,

@@ -25,6 +25,7 @@ from hp_mesh.boundary import Boundary
 from hp_mesh.checks import fail
 from hp_mesh.mesh import flatten_mesh, require_ascending, split_cp_mesh
 from hp_mesh.placement import compose
+from hp_mesh.streamed import Streamed
 from hp_mesh.view import View
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class CPBoundary(Boundary[Call]):
             "module": f"number {ordinal} that a style was applied to",
             # what changes what is sent, and in what order it lies on the wire
             "style": f"{style!r}, head_groups={style.head_groups}, keep_kv={style.keep_kv}, "
-            f"use_local_input={style.use_local_input}",
+            f"use_local_input={style.use_local_input}, kv_chunks={style.kv_chunks}",
         }
         if plan.mode == "hybrid":
             self.cp_mesh = split_cp_mesh(device_mesh, plan.ulysses_degree)
@@ -79,6 +80,11 @@ class CPBoundary(Boundary[Call]):
     def colossal_group(self) -> ProcessGroup | None:
         """Ranks that gather k and v; None if there is one only."""
         return None if self.plan.colossal_degree == 1 else self.cp_mesh.get_group(0)
+
+    @property
+    def streams_kv(self) -> bool:
+        """Whether k and v stay this rank's shard, and attention gathers them part by part."""
+        return self.style.kv_chunks > 1 and self.plan.colossal_degree > 1
 
     @property
     def wants_dense(self) -> bool:
@@ -143,7 +149,14 @@ class CPBoundary(Boundary[Call]):
             is_balanced=self.plan.load_balance,
             where=self.where,
             head_axis=mesh.ndim - 1 if self.plan.ulysses_degree > 1 else None,
+            streamed=self._streamed(first) if self.streams_kv else None,
         )
+
+    def _streamed(self, axis: int) -> Streamed:
+        """Return how k and v are taken part by part over mesh axis ``axis``."""
+        assert self.colossal_group is not None, "there is something to stream"
+        count = self.style.kv_chunks
+        return Streamed(axis, self.colossal_group, count, f"kv_chunks={count}", self.where)
 
     def _length(self, inputs: Inputs) -> int:
         """Return the global sequence length."""
@@ -183,7 +196,9 @@ class CPBoundary(Boundary[Call]):
         )
         assert inputs is not None, "preflight raises the error it is given"
         # only now: the ranks have one length, so all of them refuse it with one text
-        self.plan.check_length(inputs.locals[0].size(inputs.dims[0]), self.where)
+        length = inputs.locals[0].size(inputs.dims[0])
+        self.plan.check_length(length, self.where)
+        self.plan.check_kv_chunks(self.style.kv_chunks, length, where=self.where)
         return inputs
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
@@ -208,7 +223,7 @@ class CPBoundary(Boundary[Call]):
             )
         else:
             q, k, v = (done(x, work) for x, work in zip(inputs.locals, inputs.works, strict=True))
-        if self.colossal_group is not None:
+        if self.colossal_group is not None and not self.streams_kv:
             self.keep_shards(inputs, k, v)
             k, v = gather_seq((k, v), self.colossal_group, seq_dim=seq_dim, dense=self.wants_dense)
         return self.expand(q, k, v, inputs)
@@ -265,7 +280,8 @@ class CPBoundary(Boundary[Call]):
     def _cp_placements(self, which: int, inputs: Inputs) -> list[Placement]:
         """Return the placements of q (0), k or v on the CP mesh, inside the boundary."""
         seq_dim, head_dim = inputs.dims
-        rows: Placement = Shard(seq_dim) if which == 0 else Replicate()
+        is_cut = which == 0 or self.streams_kv
+        rows: Placement = Shard(seq_dim) if is_cut else Replicate()
         if self.plan.mode == "hybrid":
             return [rows, Shard(head_dim)]
         return [Shard(head_dim)] if self.plan.mode == "ulysses" else [rows]
@@ -282,7 +298,10 @@ class CPBoundary(Boundary[Call]):
                 f"{LABELS[which]} on {mesh} must lie on the same axes as q ({view.mesh})",
                 "lay out q, k and v alike over the axes that are not CP",
             )
-        return from_local(local, mesh, placements, view.partial_grads(placements))
+        wrapped = from_local(local, mesh, placements, view.partial_grads(placements))
+        if which > 0 and view.streamed is not None:
+            view.streamed.mark(wrapped)
+        return wrapped
 
     def _map(
         self,
@@ -299,6 +318,9 @@ class CPBoundary(Boundary[Call]):
         plain = self.style.use_local_output or entry.inputs.layouts[0].is_plain
 
         def other(x: Tensor) -> Tensor:
+            streamed = entry.view.streamed
+            if streamed is not None and streamed.holds(x):
+                raise streamed.refusal("an output")
             if several is not None:
                 raise TypeError(
                     f"{self.where}: with {several} the module is called several times, and output "

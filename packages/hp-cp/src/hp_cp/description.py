@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from hp_cp.gathers import backward_parts
 from hp_mesh.window import mirror_rank
 
 if TYPE_CHECKING:
@@ -53,9 +54,10 @@ class Description:
         collectives: Rows in the order they are started.
         peak_extra_bytes: Upper bound of what the exchanges hold at one moment beside the layer's
             own inputs: send and receive buffers, the gathered K and V and one relayout of them.
-        resident_kv_bytes: K and V as attention sees them, before any `HeadTable.kv_expand`.
+        resident_kv_bytes: K and V as attention sees them, before any `HeadTable.kv_expand`; with
+            ``kv_chunks`` those of the two parts that are in memory.
         saved_kv_bytes: What the layer holds of K and V between forward and backward: as attention
-            sees them, or with ``keep_kv=False`` as they are before the gather.
+            sees them, or with ``keep_kv=False`` or ``kv_chunks`` as they are before the gather.
     """
 
     mode: Mode
@@ -100,16 +102,21 @@ def describe(
     overlap: bool,
     repeat: int = 1,
     keep_kv: bool = True,
+    kv_chunks: int = 1,
 ) -> Description:
     """Return the description of ``plan`` for one rank; sizes as in `Plan.describe`.
 
     Heads are those of one group, of which there are ``repeat``.
     """
     u, c = plan.ulysses_degree, plan.colossal_degree
+    parts = kv_chunks if c > 1 else 1
+    parts_again = backward_parts(parts, local_length * u)
     co, ds = plan.coordinates(rank)
     token = batch * local_length * element_size  # one feature of this rank's tokens
     local_heads = num_heads // u
     received = len(heads.kv_sent[ds])
+    seen = received if heads.kv_expand is None else local_heads
+    gathered = received if parts == 1 else seen  # what is streamed is as attention sees it
     sent_away = sum(len(kv) for d, kv in enumerate(heads.kv_sent) if d != ds)
     sizes = {"q": head_size, "k": head_size, "v": v_head_size, "out": v_head_size}
 
@@ -120,14 +127,16 @@ def describe(
     back = {name: token * (u - 1) * received * sizes[name] for name in ("k", "v")}
     back |= {name: token * (u - 1) * local_heads * sizes[name] for name in ("q", "out")}
     # the Colossal group passes on what this rank holds after the exchange: u * local_length rows
-    passed_on = {name: token * u * received * sizes[name] * (c - 1) for name in ("k", "v")}
+    passed_on = {name: token * u * gathered * sizes[name] * (c - 1) for name in ("k", "v")}
     tail = {name: token // 2 * num_heads * sizes[name] for name in ("q", "out")}
 
     rows: list[Collective] = []
 
-    def add(phase: Phase, kind: str, axis: str, names: str, volume: Mapping[str, int]) -> None:
+    def add(
+        phase: Phase, kind: str, axis: str, names: str, volume: Mapping[str, int], times: int = 1
+    ) -> None:
         volume_sent = repeat * sum(volume[n] for n in names.split(","))
-        rows.append(Collective(phase, kind, axis, repeat, names, volume_sent))
+        rows.append(Collective(phase, kind, axis, repeat * times, names, volume_sent))
 
     exchanged = ("q", "k", "v") if overlap else ("q,k,v",)
     swaps = plan.load_balance and mirror_rank(rank, plan.cp_size) != rank
@@ -135,14 +144,14 @@ def describe(
         for names in exchanged:
             add("forward", "all_to_all", "ulysses", names, away)
     if c > 1:
-        add("forward", "all_gather", "colossal", "k", passed_on)
-        add("forward", "all_gather", "colossal", "v", passed_on)
+        add("forward", "all_gather", "colossal", "k", passed_on, parts)
+        add("forward", "all_gather", "colossal", "v", passed_on, parts)
     if swaps:
         add("forward", "p2p", "cp", "q", tail)
         add("forward", "p2p", "cp", "out", tail)
     if u > 1:
         add("forward", "all_to_all", "ulysses", "out", back)
-    if c > 1 and not keep_kv:  # started when the output's gradient arrives
+    if c > 1 and parts == 1 and not keep_kv:  # started when the output's gradient arrives
         add("backward", "all_gather", "colossal", "k", passed_on)
         add("backward", "all_gather", "colossal", "v", passed_on)
     if u > 1:
@@ -150,20 +159,29 @@ def describe(
     if swaps:
         add("backward", "p2p", "cp", "out", tail)
         add("backward", "p2p", "cp", "q", tail)
+    if parts > 1:
+        add("backward", "all_gather", "colossal", "k", passed_on, parts_again)
+        add("backward", "all_gather", "colossal", "v", passed_on, parts_again)
     if c > 1:
-        add("backward", "reduce_scatter", "colossal", "k", passed_on)
-        add("backward", "reduce_scatter", "colossal", "v", passed_on)
+        times = parts_again if parts > 1 else 1
+        add("backward", "reduce_scatter", "colossal", "k", passed_on, times)
+        add("backward", "reduce_scatter", "colossal", "v", passed_on, times)
     if u > 1:
         for names in exchanged:
             add("backward", "all_to_all", "ulysses", names, back)
 
     feature = token * u * received  # one feature of the KV rows and heads after the exchange
     resident = feature * c * (head_size + v_head_size)
-    seen = received if heads.kv_expand is None else local_heads
     saved = token * u * (c * seen if keep_kv else received) * (head_size + v_head_size)
+    if parts > 1:
+        rows_of_part = -(-local_length * u // parts)
+        part = batch * rows_of_part * element_size * gathered * (head_size + v_head_size)
+        resident, saved = 2 * c * part, token * u * gathered * (head_size + v_head_size)
     kv_sent = token * sum(map(len, heads.kv_sent)) * (head_size + v_head_size)
     exchange = 2 * token * num_heads * head_size + kv_sent + feature * (head_size + v_head_size)
     gather = resident + feature * c * max(head_size, v_head_size)
+    if parts > 1:  # as they arrive they are attended; one slice is on its way, one comes back
+        gather = resident + 2 * part
     if u > 1:  # the exchanged q, k, v stay, and K and V are made dense before they are gathered
         gather += token * num_heads * head_size + 2 * feature * (head_size + v_head_size)
     if swaps:  # tail halves of q and of the output, sent and received

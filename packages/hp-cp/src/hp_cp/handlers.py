@@ -20,6 +20,7 @@ from hp_cp.attention import rewrite_fusion_attention, window_sdpa
 from hp_cp.attention.rng import seeded
 from hp_cp.packed import register_packed_attention
 from hp_cp.sliding import register_sliding_window
+from hp_cp.streamed import streamed_sdpa
 from hp_cp.unwrap import (
     beside_scores,
     block_seed,
@@ -40,7 +41,7 @@ __all__ = ["register_attention_handlers"]
 
 def register_attention_handlers() -> None:
     """Register the handlers of this file; called once, when the style is imported."""
-    register_handler(F.scaled_dot_product_attention, _sdpa)
+    register_handler(F.scaled_dot_product_attention, _sdpa, streams=True)
     register_handler(F.dropout, _dropout)
     register_handler(torch.dropout, _dropout)
     for version, suffix in ((1, ""), (2, "_v2"), (3, "_v3")):
@@ -75,6 +76,8 @@ def _sdpa(
         return _local_sdpa(view, func, tensors, mask, given, where)
     if not any(view.owns(t) for t in tensors):
         return func(*args, **kwargs)  # DTensors of another mesh
+    if view.streamed is not None and any(map(view.streamed.holds, tensors[1:])):
+        return streamed_sdpa(view, view.streamed, tensors, mask, given, where)
     q, k, v = (on_mesh(view, t) for t in tensors)
     seq_dim, head_dim = q.ndim - 2, q.ndim - 3 if q.ndim > 2 else None
     placements, grads = tuple(q.placements), view.partial_grads(q.placements)

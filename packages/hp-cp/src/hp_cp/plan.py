@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hp_cp.description import Description, describe
+from hp_cp.gathers import check_keep_kv, check_kv_chunks, check_streamed_style
 from hp_cp.heads import HeadTable, check_groups, cut_heads, degrees_of
 from hp_cp.style_arguments import check_degree
 from hp_mesh.checks import divisors, fail, require, require_divisible, require_positive
@@ -156,14 +157,19 @@ class Plan:
 
     def check_keep_kv(self, keep_kv: bool, *, where: str = "ContextParallel") -> None:
         """Refuse to gather K and V again in a plan that never gathers them."""
-        require(
-            keep_kv or self.mode != "ulysses",
-            where,
-            f"keep_kv (False) must come with a gather of k and v, which ulysses_degree "
-            f"({self.ulysses_degree}) on {self.cp_size} ranks does not do",
-            f"leave keep_kv out, or use ulysses_degree="
-            f"{' or '.join(map(str, divisors(self.cp_size)[:-1]))}",
-        )
+        check_keep_kv(self, keep_kv, where=where)
+
+    def check_kv_chunks(
+        self, kv_chunks: int, local_length: int | None = None, *, where: str = "ContextParallel"
+    ) -> None:
+        """Refuse to gather K and V in parts where nothing is gathered, or in more than fit.
+
+        Args:
+            kv_chunks: Number of parts; they need not be equal.
+            local_length: Sequence length of a rank, if it is known: no part may be empty.
+            where: Start of an error message.
+        """
+        check_kv_chunks(self, kv_chunks, local_length, where=where)
 
     def valid_degrees(self, num_heads: int) -> list[int]:
         """Return the Ulysses degrees that ``num_heads`` query heads allow on this many ranks."""
@@ -183,6 +189,7 @@ class Plan:
         overlap: bool = False,
         head_groups: int = 1,
         keep_kv: bool = True,
+        kv_chunks: int = 1,
     ) -> Description:
         """Return the collectives and bytes of one forward and backward on ``rank``.
 
@@ -198,8 +205,20 @@ class Plan:
             overlap: Count as `AsyncContextParallel` sends: q, k and v in a collective of their own.
             head_groups: Number of groups of heads that are exchanged and computed one by one.
             keep_kv: Whether the gathered K and V are kept for backward, or gathered again there.
+            kv_chunks: Number of parts in which K and V are gathered while attention runs, forward
+                and again in backward; then nothing gathered is kept.
         """
         self.check_keep_kv(keep_kv, where="Plan.describe")
+        self.check_kv_chunks(
+            kv_chunks, self.split_length(seq_len, "Plan.describe"), where="Plan.describe"
+        )
+        check_streamed_style(
+            kv_chunks,
+            use_local_input=False,
+            head_groups=head_groups,
+            overlap=overlap,
+            where="Plan.describe",
+        )
         if head_groups != 1:
             self.check_head_groups(head_groups, num_heads, num_kv_heads, where="Plan.describe")
             num_heads, num_kv_heads = num_heads // head_groups, num_kv_heads // head_groups
@@ -216,6 +235,7 @@ class Plan:
             rank=rank,
             overlap=overlap,
             keep_kv=keep_kv,
+            kv_chunks=kv_chunks,
         )
 
 

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hp_cp.balanced import BalancedBoundary
 from hp_cp.core_boundary import CPBoundary
+from hp_cp.gathers import check_streamed_style
 from hp_cp.handlers import register_attention_handlers
 from hp_cp.plan import Plan, make_plan
 from hp_cp.style_arguments import check_style_arguments
@@ -65,6 +66,10 @@ class ContextParallel(BoundaryStyle):
             module computes from K and V and keeps itself (a cast, repeated heads) is not freed.
             Under activation checkpointing or other hooks on saved tensors it changes nothing; k
             and v must not be changed in place before backward. Default: True.
+        kv_chunks: In how many parts K and V are gathered, in Colossal and Hybrid, each while
+            attention to the one before it runs; two are in memory at a time, and backward gathers
+            them again. Inside, k and v are still the whole sequence, but only
+            ``F.scaled_dot_product_attention`` may read across it. Default: 1, all at once.
 
     Example::
 
@@ -77,6 +82,8 @@ class ContextParallel(BoundaryStyle):
     """
 
     accepts_2d_mesh = True
+    overlaps = False
+    """Whether exchanges start ahead of the module: in `AsyncContextParallel`."""
     head_groups = 1
     """Groups of heads that are exchanged one by one; more than one in `AsyncContextParallel`."""
 
@@ -95,6 +102,7 @@ class ContextParallel(BoundaryStyle):
         output_head_dim: int | None = None,
         outputs: Sequence[int | str] | None = None,
         keep_kv: bool = True,
+        kv_chunks: int = 1,
     ) -> None:
         super().__init__()
         where = type(self).__name__
@@ -106,6 +114,13 @@ class ContextParallel(BoundaryStyle):
             head_dim=head_dim,
         )
         require(isinstance(keep_kv, bool), where, f"keep_kv ({keep_kv!r}) must be True or False")
+        check_streamed_style(
+            kv_chunks,
+            use_local_input=use_local_input,
+            head_groups=1,
+            overlap=self.overlaps,
+            where=where,
+        )
         for name, value, lengths in (
             ("qkv_indices", qkv_indices, (3,)),
             ("qkv_kwarg_names", qkv_kwarg_names, (0, 3)),
@@ -136,6 +151,7 @@ class ContextParallel(BoundaryStyle):
         self.output_head_dim = output_head_dim
         self.outputs = None if outputs is None else tuple(outputs)
         self.keep_kv = keep_kv
+        self.kv_chunks = kv_chunks
 
     def __repr__(self) -> str:
         return (
@@ -151,6 +167,7 @@ class ContextParallel(BoundaryStyle):
             device_mesh.mesh.numel(), self.ulysses_degree, self.load_balance, where=where
         )
         plan.check_keep_kv(self.keep_kv, where=where)
+        plan.check_kv_chunks(self.kv_chunks, where=where)
         return self._boundary(plan, device_mesh)
 
     def _boundary(self, plan: Plan, device_mesh: DeviceMesh) -> CPBoundary:

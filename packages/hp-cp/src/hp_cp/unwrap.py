@@ -84,7 +84,15 @@ def _as_placed(view: View, tensor: DTensor, target: Sequence[Placement], q: DTen
     return to_local(tensor, _grads(view, target, q))
 
 
-def keys_beside(view: View, tensor: DTensor, q: DTensor, seq_dim: int, where: str) -> Tensor:
+def keys_beside(
+    view: View,
+    tensor: DTensor,
+    q: DTensor,
+    seq_dim: int,
+    where: str,
+    *,
+    streamed_axis: int | None = None,
+) -> Tensor:
     """Return the local keys or values that the rows and heads of ``q`` on this rank need.
 
     Args:
@@ -93,9 +101,15 @@ def keys_beside(view: View, tensor: DTensor, q: DTensor, seq_dim: int, where: st
         q: The queries.
         seq_dim: Sequence dim of ``q``.
         where: Name of the op, for errors.
+        streamed_axis: Axis along which they stay this rank's shard.
     """
+    if streamed_axis is None and view.streamed is not None and view.streamed.holds(tensor):
+        raise view.streamed.refusal(where.removeprefix(f"{view.where}: "))
     target: list[Placement] = []
     for axis, (placement, of_q) in enumerate(zip(tensor.placements, q.placements, strict=True)):
+        if axis == streamed_axis:
+            target.append(placement)
+            continue
         dim = of_q.dim + tensor.ndim - q.ndim if isinstance(of_q, Shard) else -1
         if dim < 0 or of_q.is_shard(seq_dim) or tensor.size(dim) == 1:
             target.append(Replicate())

@@ -203,6 +203,7 @@ def compare(
     by_kind = {k: n for k, n in sent.summary().items() if k != "preflight"}
     if check_traffic:
         seen = {k: (counted.count(k), counted.bytes(k)) for k in counted.summary()}
-        predicted = case.predicted(rank, keep_kv=options.get("keep_kv", True))
+        asked = {"keep_kv": options.get("keep_kv", True), "kv_chunks": options.get("kv_chunks", 1)}
+        predicted = case.predicted(rank, **asked)
         assert seen == by_kind == predicted, f"{seen} counted, {by_kind} sent, {predicted} planned"
     return Sent(counted, by_kind)

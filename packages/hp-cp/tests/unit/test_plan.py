@@ -443,3 +443,44 @@ def test_plan_imports_without_torch() -> None:
     )
 
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_parts_of_k_and_v_send_the_same_bytes_in_more_calls() -> None:
+    """kv_chunks: n gathers of k and of v forward, 2n and 2n sums backward; two parts in memory."""
+    once, parts = volume(4, 1, 12, 4, keep_kv=False), volume(4, 1, 12, 4, kv_chunks=3)
+    for kind, calls in (("all_gather", 2 * (3 + 6)), ("reduce_scatter", 2 * 6)):
+        assert parts.count(kind) == calls
+        assert parts.bytes(kind) == once.bytes(kind)
+    assert parts.saved_kv_bytes == once.saved_kv_bytes
+    assert 3 * parts.resident_kv_bytes == 2 * once.resident_kv_bytes
+    assert parts.peak_extra_bytes < once.peak_extra_bytes
+
+
+def test_what_is_streamed_is_as_attention_sees_it() -> None:
+    """Hybrid with 3 KV heads for 12: each query head's own travels, and nothing is expanded."""
+    once, parts = volume(4, 2, 12, 3), volume(4, 2, 12, 3, kv_chunks=2)
+    assert parts.bytes("all_gather", "forward") == 3 * once.bytes("all_gather", "forward")
+    assert parts.bytes("all_to_all") == once.bytes("all_to_all")
+
+
+@pytest.mark.parametrize(
+    ("plan", "chunks", "length", "message"),
+    [
+        (make_plan(4), 2, None, r"ulysses_degree \(4\) on 4 ranks.*ulysses_degree=1 or 2$"),
+        (make_plan(4, 1, True), 2, None, "must be 1 with load_balance=True, which calls"),
+        (make_plan(4, 1), 7, 6, r"at most the rows of k that a rank passes on \(6\)"),
+        (make_plan(4, 2), 13, 6, r"passes on \(12\); use kv_chunks=12 or less"),
+        (make_plan(4, 1), 0, None, r"kv_chunks \(0\) must be at least 1"),
+        (make_plan(4, 1), True, None, r"kv_chunks \(True\) must be an integer"),
+    ],
+)
+def test_parts_that_a_plan_cannot_gather_are_refused(
+    plan: Plan, chunks: int, length: int | None, message: str
+) -> None:
+    """Each with its numbers and the way out; as many parts as rows, and one rank, are fine."""
+    with pytest.raises(ValueError, match=message):
+        plan.check_kv_chunks(chunks, length)
+    make_plan(4, 2).check_kv_chunks(12, 6)
+    make_plan(1, 1).check_kv_chunks(50, 6)
+    with pytest.raises(ValueError, match=r"^Plan.describe: kv_chunks .*AsyncContextParallel"):
+        volume(4, 1, 12, 4, kv_chunks=2, overlap=True)

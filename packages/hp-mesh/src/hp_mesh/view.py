@@ -44,6 +44,7 @@ from hp_mesh.checks import fail
 from hp_mesh.contraction import register_contractions
 from hp_mesh.plain import enter_view, written
 from hp_mesh.reshape import register_reshapes
+from hp_mesh.streamed import Streamed
 from hp_mesh.window import AttentionWindow, Range
 
 __all__ = [
@@ -68,10 +69,15 @@ Handler = Callable[["View", Callable[..., Any], Sequence[Any], Mapping[str, Any]
 
 _handlers: dict[object, Handler] = {}
 _know_rows: set[Handler] = set()
+_stream: set[Handler] = set()
 
 
 def register_handler(
-    op: Callable[..., Any] | str, handler: Handler, *, knows_rows: bool = False
+    op: Callable[..., Any] | str,
+    handler: Handler,
+    *,
+    knows_rows: bool = False,
+    streams: bool = False,
 ) -> None:
     """Let ``handler`` run ``op`` inside every boundary.
 
@@ -81,8 +87,11 @@ def register_handler(
             may be registered later or never.
         handler: Called with the view, the op and its arguments; returns the op's result.
         knows_rows: Whether it is right for rows in head-tail order, also where it mixes them.
+        streams: Whether it takes streamed tensors itself (see `hp_mesh.streamed`).
     """
     _handlers[op] = handler
+    if streams:
+        _stream.add(handler)
     if knows_rows:
         _know_rows.add(handler)
 
@@ -115,6 +124,7 @@ class View(TorchFunctionMode):
         is_local: Whether the module is handed plain local tensors (``use_local_input``).
         is_balanced: Whether q holds head-tail halves, in an order that is not contiguous.
         where: Name of the style, for messages.
+        streamed: Which tensors stay sharded along the sequence though they are whole in the view.
         frame: Frame of the module call that owns the view.
     """
 
@@ -129,6 +139,7 @@ class View(TorchFunctionMode):
     where: str
     head_axis: int | None = None
     head_group: tuple[int, int] = (0, 1)
+    streamed: Streamed | None = None
     frame: FrameType | None = field(default=None, repr=False)
     _paused: bool = field(default=False, init=False, repr=False)
 
@@ -204,6 +215,20 @@ class View(TorchFunctionMode):
         if handler is None and not owned:
             return func(*args, **kwargs)
         self.refuse_checkpoint()
+        streamed = self.streamed
+        if streamed is None or handler in _stream or not any(map(streamed.holds, owned)):
+            return self._run(func, args, kwargs, handler, owned)
+        name = getattr(func, "__name__", repr(func))
+        return streamed.run(name, lambda: self._run(func, args, kwargs, handler, owned))
+
+    def _run(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        handler: Handler | None,
+        owned: Sequence[DTensor],
+    ) -> Any:
         if handler is not None:
             result = handler(self, func, args, kwargs)
         elif (body := function_body(func)) is not None:
@@ -225,6 +250,8 @@ class View(TorchFunctionMode):
         """Return the whole tensor of a DTensor that Python is to read: a rank has a part only."""
         if not self.owns(value) or all(p.is_replicate() for p in value.placements):
             return value
+        if self.streamed is not None and self.streamed.holds(value):
+            raise self.streamed.refusal(getattr(func, "__name__", repr(func)))
         if self.is_balanced:
             raise self._order_error(func)
         return value.detach().redistribute(placements=[Replicate()] * self.mesh.ndim).to_local()
@@ -270,6 +297,8 @@ class View(TorchFunctionMode):
                 return func(*args, **kwargs)
         except (AssertionError, NotImplementedError, RuntimeError) as error:
             if "mplicit redistribution" in str(error):
+                if not self.is_balanced:
+                    raise
                 raise self._order_error(func) from error
             if not _is_missing_rule(error):
                 raise
@@ -377,6 +406,8 @@ def _default_grad_placements(tensor: DTensor, whole: bool) -> Sequence[Placement
     view = current_view()
     if view is None or not view.owns(tensor):
         return None
+    if view.streamed is not None and view.streamed.holds(tensor):
+        raise view.streamed.refusal("full_tensor" if whole else "to_local")
     if whole:  # full_tensor: replicated on every axis before it becomes local
         placements: Sequence[Placement] = [Replicate()] * view.mesh.ndim
     else:

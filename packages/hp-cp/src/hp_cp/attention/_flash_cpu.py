@@ -17,13 +17,56 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend
 
 from hp_comm.kernels.arithmetic import merge
 
-__all__ = ["causal_rows_attention"]
+__all__ = ["attend", "attend_backward", "causal_rows_attention", "takes"]
 
+_FLASH = SDPBackend.FLASH_ATTENTION.value
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether torch would compute attention without a mask or dropout with this kernel."""
+    if q.device.type != "cpu":
+        return False
+    gqa = q.shape[1] != k.shape[1]
+    choice = torch._fused_sdp_choice(q, k, v, None, 0.0, False, enable_gqa=gqa)
+    return choice == _FLASH
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return output ``[B, H, Lq, D]`` and log-sum-exp ``[B, H, Lq]``, outside autograd.
+
+    Args:
+        q: ``[B, H, Lq, D]``, unit stride in the last dim, as in `causal_rows_attention`.
+        k: ``[B, Hkv, K, D]``.
+        v: ``[B, Hkv, K, D]``.
+        causal: Row ``i`` sees keys ``<= i``; then no row is without a key.
+        scale: Factor on the scores, ``1 / sqrt(D)`` for None.
+    """
+    out, lse = _flash(q, k, v, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v; ``out`` and ``lse`` may be those of more keys."""
+    dq, dk, dv = _flash_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+    return dq, dk, dv
 
 
 def causal_rows_attention(

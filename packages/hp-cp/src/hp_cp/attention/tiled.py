@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from hp_cp.attention.rng import mix
 
-__all__ = ["tiled_attention"]
+__all__ = ["TileJob", "attend_tiles", "tile_gradients", "tiled_attention", "without_autocast"]
 
 _LARGEST_TILE = 512
 _SMALLEST_TILE = 16
@@ -63,21 +63,13 @@ def tiled_attention(
     Returns:
         ``[B, H, Lq, Dv]`` in ``q``'s dtype. Sums run in float64 for float64, else in float32.
     """
-    B, H, Lq, D = q.shape
-    K = k.shape[-2]
-    job = _Job(
-        causal_offset=causal_offset,
-        dropout_p=dropout_p,
-        seed=seed,
-        scale=1.0 / math.sqrt(D) if scale is None else scale,
-        tile=tile or _tile_size(B * H, Lq, K),
-    )
-    with _without_autocast(q.device.type):
+    job = TileJob.of(q, k, causal_offset, scale, dropout_p=dropout_p, seed=seed, tile=tile)
+    with without_autocast(q.device.type):
         out = _TiledAttention.apply(q, k, v, mask, job)  # type: ignore[no-untyped-call]
     return cast(Tensor, out)
 
 
-def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
     """Keep autocast from casting the float32 sums of a tile down again."""
     if not torch.amp.is_autocast_available(device_type):
         return contextlib.nullcontext()
@@ -92,14 +84,38 @@ def _tile_size(batch_heads: int, rows: int, keys: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class TileJob:
+    """What `attend_tiles` and `tile_gradients` are to do, beside their tensors."""
+
     causal_offset: int | None
     dropout_p: float
     seed: int
     scale: float
     tile: int
 
+    @staticmethod
+    def of(
+        q: Tensor,
+        k: Tensor,
+        causal_offset: int | None,
+        scale: float | None,
+        *,
+        dropout_p: float = 0.0,
+        seed: int = 0,
+        tile: int | None = None,
+    ) -> TileJob:
+        """Return the job of one call; arguments as in `tiled_attention`."""
+        B, H, Lq, D = q.shape
+        return TileJob(
+            causal_offset=causal_offset,
+            dropout_p=dropout_p,
+            seed=seed,
+            scale=1.0 / math.sqrt(D) if scale is None else scale,
+            tile=tile or _tile_size(B * H, Lq, k.shape[-2]),
+        )
+
     def row_tiles(self, rows: int) -> Iterator[tuple[int, int]]:
+        """Yield the tiles of ``rows`` rows (or keys)."""
         for start in range(0, rows, self.tile):
             yield start, min(start + self.tile, rows)
 
@@ -170,45 +186,57 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def attend_tiles(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, job: TileJob
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return output ``[B, H, Lq, Dv]``, base and norm ``[B, H, Lq, 1]``, outside autograd.
+
+    A weight is ``exp(score - base) / norm``, base the largest score of the row. Their logarithmic
+    sum would lose the norm beside scores of -1e9. A row without keys has base 0 and norm 0.
+    """
+    B, H, Lq, _ = q.shape
+    kv_heads, K, Dv = v.shape[1:]
+    dtype = _accumulation_dtype(q.dtype)
+    out = q.new_empty(B, H, Lq, Dv)
+    bases, norms = (q.new_empty(B, H, Lq, 1, dtype=dtype) for _ in range(2))
+    grouped = None if mask is None else _grouped(mask, kv_heads)
+    for rows in job.row_tiles(Lq):
+        t = rows[1] - rows[0]
+        qt = _row_block(q, rows, kv_heads, dtype).mul(job.scale)  # [B, Hkv, G*t, D]
+        total = qt.new_zeros(*qt.shape[:-1], Dv)
+        norm = qt.new_zeros(*qt.shape[:-1], 1)
+        peak = torch.full_like(norm, -math.inf)
+        for cols in job.key_tiles(rows[1] - 1, K):
+            kt, vt = k[:, :, slice(*cols)].to(dtype), v[:, :, slice(*cols)].to(dtype)
+            s = job.scores(qt, kt, grouped, rows, cols)  # [B, Hkv, G, t, c]
+            keep = job.keep(s, rows, cols)
+            s = s.flatten(2, 3)
+            new_peak = torch.maximum(peak, s.amax(-1, keepdim=True))
+            # a row that saw no key yet has peak -inf; 0 in its place keeps exp(-inf) = 0
+            base = new_peak.masked_fill(new_peak == -math.inf, 0.0)
+            p = s.sub_(base).exp_()
+            decay = (peak - base).exp_()
+            norm = norm * decay + p.sum(-1, keepdim=True)
+            if keep is not None:
+                p.mul_(keep.flatten(2, 3))
+            total = total.mul_(decay).add_(p @ vt)
+            peak = new_peak
+        empty = norm == 0
+        total.div_(norm.masked_fill(empty, 1.0))
+        out[:, :, slice(*rows)] = _ungroup(total, t)
+        bases[:, :, slice(*rows)] = _ungroup(peak.masked_fill_(empty, 0.0), t)
+        norms[:, :, slice(*rows)] = _ungroup(norm, t)
+    return out, bases, norms
+
+
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, job: _Job
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, job: TileJob
     ) -> Tensor:
-        B, H, Lq, _ = q.shape
-        kv_heads, K, Dv = v.shape[1:]
-        dtype = _accumulation_dtype(q.dtype)
-        out = q.new_empty(B, H, Lq, Dv)
-        base, norms = (q.new_empty(B, H, Lq, 1, dtype=dtype) for _ in range(2))
-        grouped = None if mask is None else _grouped(mask, kv_heads)
-        for rows in job.row_tiles(Lq):
-            t = rows[1] - rows[0]
-            qt = _row_block(q, rows, kv_heads, dtype).mul(job.scale)  # [B, Hkv, G*t, D]
-            total = qt.new_zeros(*qt.shape[:-1], Dv)
-            norm = qt.new_zeros(*qt.shape[:-1], 1)
-            peak = torch.full_like(norm, -math.inf)
-            for cols in job.key_tiles(rows[1] - 1, K):
-                kt, vt = k[:, :, slice(*cols)].to(dtype), v[:, :, slice(*cols)].to(dtype)
-                s = job.scores(qt, kt, grouped, rows, cols)  # [B, Hkv, G, t, c]
-                keep = job.keep(s, rows, cols)
-                s = s.flatten(2, 3)
-                new_peak = torch.maximum(peak, s.amax(-1, keepdim=True))
-                # a row that saw no key yet has peak -inf; 0 in its place keeps exp(-inf) = 0
-                shift = new_peak.masked_fill(new_peak == -math.inf, 0.0)
-                p = s.sub_(shift).exp_()
-                decay = (peak - shift).exp_()
-                norm = norm * decay + p.sum(-1, keepdim=True)
-                if keep is not None:
-                    p.mul_(keep.flatten(2, 3))
-                total = total.mul_(decay).add_(p @ vt)
-                peak = new_peak
-            # rows without keys: their weights exp(s - 0) / 1 are 0 in backward, never nan
-            empty = norm == 0
-            norm.masked_fill_(empty, 1.0)
-            total.div_(norm)
-            out[:, :, slice(*rows)] = _ungroup(total, t)
-            base[:, :, slice(*rows)] = _ungroup(peak.masked_fill_(empty, 0.0), t)
-            norms[:, :, slice(*rows)] = _ungroup(norm, t)
+        out, base, norms = attend_tiles(q, k, v, mask, job)
+        # rows without keys: their weights exp(s - 0) / 1 are 0 in backward, never nan
+        norms.masked_fill_(norms == 0, 1.0)
         ctx.save_for_backward(q, k, v, mask, out, base, norms)
         ctx.job = job
         return out
@@ -216,14 +244,14 @@ class _TiledAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        with _without_autocast(grad.device.type):
+        with without_autocast(grad.device.type):
             wants_mask = ctx.needs_input_grad[3]
             q, k, v, mask, out, base, norms = ctx.saved_tensors
-            grads = _gradients(grad, q, k, v, mask, out, base, norms, ctx.job, wants_mask)
+            grads = tile_gradients(grad, q, k, v, mask, out, base, norms, ctx.job, wants_mask)
             return (*grads, None)
 
 
-def _gradients(
+def tile_gradients(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -232,9 +260,14 @@ def _gradients(
     out: Tensor,
     base: Tensor,
     norms: Tensor,
-    job: _Job,
+    job: TileJob,
     wants_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of q, k, v and mask, outside autograd.
+
+    ``out``, ``base`` and ``norms`` (none is 0) may be those of attention over more keys than ``k``
+    holds: then each is this part's share of the gradient.
+    """
     kv_heads, K = k.shape[1:3]
     dtype = norms.dtype
     grad_q = torch.empty_like(q)
