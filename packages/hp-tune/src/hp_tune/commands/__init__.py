@@ -6,6 +6,7 @@ Each command is one file, imported when it is run: the program answers in a frac
 from __future__ import annotations
 
 from importlib import import_module
+from keyword import iskeyword
 
 import click
 
@@ -17,10 +18,11 @@ HOMES = {
     "report": "hp_tune.commands.report",
     "show": "hp_tune.commands.show",
     "profile": "hp_tune.commands.profile",
+    "import": "hp_tune.commands.import_",
     "presets": "hp_tune.commands.presets",
     "kernels": "hp_tune.kernels.command",
 }
-"""Where each command lives; a module has its command under the command's own name."""
+"""Where each command lives, under its own name, or with an underscore if that is a keyword."""
 
 SHORT_HELP = {
     "search": "Rank every configuration for a model on a cluster; write the best as a plan.",
@@ -28,6 +30,7 @@ SHORT_HELP = {
     "report": "Write one HTML page: ranking, lengths, bytes, memory, timeline, sources.",
     "show": "Show a plan (plan.json) or a study (its Journal file).",
     "profile": "Measure this cluster: collectives, copies, products, attention; write it down.",
+    "import": "Read logs of nccl-tests or hccl_test into a cluster file.",
     "presets": "List models and clusters, or show one with the source of each number.",
     "kernels": "Tune the launch parameters of the pack, unpack and merge kernels.",
 }
@@ -42,7 +45,8 @@ class _LazyGroup(click.Group):
         home = HOMES.get(cmd_name)
         if home is None:
             return None
-        command: click.Command = getattr(import_module(home), cmd_name)
+        name = f"{cmd_name}_" if iskeyword(cmd_name) else cmd_name
+        command: click.Command = getattr(import_module(home), name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

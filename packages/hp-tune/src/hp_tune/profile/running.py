@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from hp_tune.cluster import Cluster
 from hp_tune.cluster_files import read_cluster
 from hp_tune.errors import AllFailedError, UsageError
 from hp_tune.profile.overlay import describe
-from hp_tune.profile.writing import write_cluster
+from hp_tune.profile.writing import as_said_in, write_cluster
 from hp_tune.torchrun import Backend, Launcher
 from hp_tune.workload import Dtype
 
@@ -86,7 +85,7 @@ def profile(
             "use --nproc-per-node 2 or more, or --cluster BASE to measure the device alone",
         )
     known = None if base is None else read_cluster(base)
-    base = None if base is None else _as_said_in(out, base)
+    base = None if base is None else as_said_in(out, base)
     launcher.check()
     tell(f"{launcher.world_size} ranks measure collectives, products, copies and attention")
     request = {
@@ -114,10 +113,3 @@ def profile(
         "took longest, while all ranks did the same."
     )
     return write_cluster(content, out, heading=heading), job.answer
-
-
-def _as_said_in(out: Path, base: str) -> str:
-    """Return a base as the file says it: a preset by its name, a file from where it stands."""
-    if not Path(base).is_file():
-        return base
-    return os.path.relpath(Path(base).resolve(), out.resolve().parent)

@@ -12,7 +12,7 @@ from hp_tune.cluster_files import read_cluster
 from hp_tune.errors import UsageError
 from hp_tune.files import yaml_scalar
 
-__all__ = ["write_cluster"]
+__all__ = ["as_said_in", "write_cluster"]
 
 
 def write_cluster(content: Mapping[str, Any], path: Path, *, heading: str) -> Cluster:
@@ -44,6 +44,13 @@ def write_cluster(content: Mapping[str, Any], path: Path, *, heading: str) -> Cl
     finally:
         temporary.unlink(missing_ok=True)
     return found
+
+
+def as_said_in(out: Path, base: str) -> str:
+    """Return a base as the file ``out`` names it: a preset, or a path from where it stands."""
+    if not Path(base).is_file():
+        return base
+    return os.path.relpath(Path(base).resolve(), out.resolve().parent)
 
 
 def _mapping(content: Mapping[str, Any], indent: str) -> Iterator[str]:
