@@ -97,6 +97,13 @@ def bench_overlap(session: nox.Session) -> None:
     session.run(workspace(session), *args, external=True, env=RANKS_ENV)
 
 
+@nox.session(venv_backend="none", default=False)
+def bench_regret(session: nox.Session) -> None:
+    """Measure what the picks of the tuner lose to the best, between two hosts; needs root."""
+    args = ("benchmarks/two_hosts/regret.py", *session.posargs)
+    session.run(workspace(session), *args, external=True, env=RANKS_ENV)
+
+
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """Run the tests of all packages and those that span packages; arguments go to pytest."""

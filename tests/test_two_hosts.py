@@ -10,6 +10,9 @@ from types import ModuleType
 
 import pytest
 
+from hp_tune.model import Attention
+from hp_tune.workload import Config
+
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks" / "two_hosts"
 
 
@@ -24,6 +27,7 @@ def load(name: str) -> ModuleType:
 
 rig = load("rig")
 schedule = load("schedule")
+rules = load("regret_rules")
 Task, COMPUTE, SLOW, LOCAL = schedule.Task, schedule.COMPUTE, schedule.SLOW, schedule.LOCAL
 
 
@@ -174,3 +178,37 @@ def test_without_root_there_are_no_hosts_and_it_says_so(monkeypatch: pytest.Monk
 
     with pytest.raises(rig.Unavailable, match="need root"), rig.TwoHosts():
         pass
+
+
+LAYER = Attention(num_heads=16, num_kv_heads=4, head_size=8, v_head_size=8)
+SPACE = [
+    Config(ulysses_degree=u, load_balance=balance, overlap=overlap)
+    for u in (1, 2, 4)
+    for balance, overlap in ((True, False), (False, True), (False, False))
+]
+
+
+def test_fixed_rules_pick_plain_modes_by_their_rule() -> None:
+    """The gather below H / Hkv + 1 = 5 ranks, and Ulysses from there on."""
+    gather, ulysses = Config(ulysses_degree=1), Config(ulysses_degree=4)
+    few, many = rules.RULES["P < H/Hkv + 1"](SPACE, LAYER, 4), rules.RULES["P < H/Hkv + 1"]
+
+    assert rules.RULES["largest Ulysses"](SPACE, LAYER, 4) == ulysses
+    assert rules.RULES["always Colossal"](SPACE, LAYER, 4) == few == gather
+    assert many(SPACE, LAYER, 5) == ulysses
+
+
+def test_regret_is_the_time_over_the_least_and_its_interval_follows_the_rounds() -> None:
+    """Medians, not means; rounds are drawn for all configurations at once."""
+    a, b, c = SPACE[:3]
+    # b is a tenth slower than a in every round, however slow the round is
+    samples = {a: [10.0, 20.0, 30.0], b: [11.0, 22.0, 33.0], c: [40.0, 60.0, 60.0]}
+
+    assert rules.regret(samples, a) == 0
+    assert rules.regret(samples, b) == pytest.approx(0.1)
+    assert rules.regret(samples, c) == pytest.approx(2.0)
+    assert rules.interval(rules.regrets(samples, b)) == pytest.approx((0.1, 0.1))
+    low, high = rules.mean_interval([rules.regrets(samples, b), rules.regrets(samples, a)])
+    assert (low, high) == pytest.approx((0.05, 0.05))
+    low, high = rules.interval(rules.regrets(samples, c))
+    assert (low, high) == pytest.approx((1.0, 3.0))
