@@ -17,6 +17,10 @@ from cosmic_ray.plugins import get_operator, operator_names
 __all__ = ["Mutant", "sample"]
 
 
+NEED_ARGUMENTS = ("VariableInserter", "VariableReplacer")
+"""Operators that are told names of variables, which are not the same in any two functions."""
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One changed expression: of the places where ``operator`` applies, number ``occurrence``."""
@@ -60,6 +64,8 @@ def _all(path: Path) -> Iterator[Mutant]:
     meaningless = _meaningless(path)
     nodes = list(ast_nodes(tree))  # in the order in which `mutate_code` counts
     for name in sorted(operator_names()):
+        if name.rpartition("/")[2] in NEED_ARGUMENTS:
+            continue
         operator = get_operator(name)()
         occurrence = 0
         for node in nodes:

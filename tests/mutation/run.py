@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Sequence
@@ -92,9 +93,7 @@ def _tests(copy: Path) -> list[str]:
 
 
 def _measure(copy: Path, work: Path) -> None:
-    """Write which tests reach each line, and how long each takes."""
-    from coverage import CoverageData
-
+    """Run all tests once; write which of them reach each line, and how long each takes."""
     data, report = work / "coverage.sqlite", work / "seconds.xml"
     sources = [f"--cov={copy / 'packages' / package / 'src'}" for package in PACKAGES]
     env = {**os.environ, "COVERAGE_FILE": str(data), "PYTHONPATH": _python_path(copy)}
@@ -102,20 +101,32 @@ def _measure(copy: Path, work: Path) -> None:
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *sources,
         "--cov-context=test", "--cov-report=", f"--junitxml={report}", *_tests(copy),
     ]  # fmt: skip
-    subprocess.run(command, cwd=copy, env=env, check=True)
+    code = subprocess.run(command, cwd=copy, env=env, check=False).returncode
+    if code not in (0, 1):
+        raise SystemExit(f"the tests could not be run: pytest ended with {code}")
+    _write_measured(copy, work, data, report)
+
+
+def _write_measured(copy: Path, work: Path, data: Path, report: Path) -> None:
+    from coverage import CoverageData
+
+    seconds, failed = {}, set()
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name', '')}"
+        seconds[name] = float(case.get("time", "0"))
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed.add(name)  # too slow under coverage, say: it can't tell a fault from itself
     found = CoverageData(str(data))
     found.read()
     reached: dict[str, dict[str, list[str]]] = {}
     for path in found.measured_files():
         contexts = found.contexts_by_lineno(path)
         reached[str(Path(path).relative_to(copy))] = {
-            str(line): sorted({test.partition("|")[0] for test in tests if test})
+            str(line): sorted({test.partition("|")[0] for test in tests if test} - failed)
             for line, tests in contexts.items()
         }
-    seconds = {}
-    for case in ElementTree.parse(report).iter("testcase"):
-        where, name = case.get("classname", ""), case.get("name", "")
-        seconds[f"{where.replace('.', '/')}.py::{name}"] = float(case.get("time", "0"))
+    if failed:
+        print(f"not used, since they fail without a fault: {', '.join(sorted(failed))}")
     (work / "coverage.json").write_text(json.dumps(reached))
     (work / "seconds.json").write_text(json.dumps(seconds))
 
@@ -142,7 +153,6 @@ def _warm(copy: Path) -> None:
     sys.path[:0] = _python_path(copy).split(os.pathsep)
     os.environ["PYTHONPATH"] = _python_path(copy)  # of the processes that tests start
     os.chdir(copy)
-    import hypothesis  # noqa: F401
     import pytest  # noqa: F401
     import torch.distributed.tensor
     import torch.testing  # noqa: F401
@@ -173,7 +183,11 @@ def _child(tests: list[str], log: Path) -> None:
         import pytest
 
         code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+    except BaseException:
+        traceback.print_exc()
     finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
 
 
@@ -182,7 +196,10 @@ def _verdict(child: int, timeout: float) -> str:
     while time.monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
-            return "survived" if status == 0 else "killed"
+            code = os.waitstatus_to_exitcode(status)
+            if code > 2:  # neither passed, nor failed, nor could the changed code be imported
+                raise SystemExit(f"pytest itself ended with {code}: see the log beside the results")
+            return "survived" if code == 0 else "killed"
         time.sleep(0.05)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
