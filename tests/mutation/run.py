@@ -1,8 +1,9 @@
 """Do the tests notice? Put a small fault into the sources, run the tests that reach it, repeat.
 
-A copy of the packages is changed, never the working tree. Which tests reach a line is measured once
-(coverage of each test); a fault runs those, the quick ones first, until one of them fails. What
-survives is printed: either a test is missing, or the change changes nothing.
+A copy of the packages is changed, never the working tree; a run that was stopped goes on. Which
+tests reach a line is measured once (coverage of each test); a fault runs those, the quick ones
+first, until one of them fails. What survives is printed: either a test is missing, or the change
+changes nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("hp-comm", "hp-cp")
 LEFT_OUT = ("_triton.py", "launch.py", "launch_heads.py", "launch_merge.py")
 """Run on devices and under the interpreter only, which these tests do not start."""
-SECONDS_OF_TESTS = 60.0
+SECONDS_OF_TESTS = 30.0
 """Recorded time of the tests that one fault runs; where more reach it, a part drawn by chance."""
 
 
@@ -41,6 +42,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=ROOT / ".mutation", help="folder of the copy")
     parser.add_argument("--only", default="", help="part of the paths of the sources to change")
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the fault is taken out on the way
     copy = asked.work / "copy"
     if not (asked.work / "coverage.json").is_file():
         _copy(copy)
@@ -55,8 +57,15 @@ def main() -> int:
     ]
     _warm(copy)
     results: Counter[str] = Counter()
-    with (asked.work / f"results-{asked.seed}.jsonl").open("a", encoding="utf-8") as record:
+    path = asked.work / f"results-{asked.seed}.jsonl"
+    with path.open("a+", encoding="utf-8") as record:
+        record.seek(0)
+        for row in map(json.loads, record):  # of a run that was stopped
+            results[row["outcome"]] += 1
+        there = results.total()
         for number, mutant in enumerate(sample(sources, asked.count, asked.seed)):
+            if number < there:
+                continue
             where = str(mutant.path.relative_to(copy))
             lines = reached.get(where, {})
             tests = _chosen(lines.get(str(mutant.line), []), cost, f"{asked.seed}-{number}")
