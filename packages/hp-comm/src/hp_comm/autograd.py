@@ -30,6 +30,7 @@ from torch import Tensor
 
 from hp_comm.handle import Handle
 from hp_comm.moves import Move, Pending
+from hp_mesh.overrides import unseen_by_checkpoints
 
 __all__ = ["launch", "run"]
 
@@ -144,6 +145,7 @@ class _Wait(torch.autograd.Function):
         return None, token
 
 
+@unseen_by_checkpoints
 def run(move: Move, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Do ``move`` and return its results; differentiable."""
     if _needs_graph(xs):
@@ -151,6 +153,7 @@ def run(move: Move, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return move.start(xs, overlap=False).finish()
 
 
+@unseen_by_checkpoints
 def launch(move: Move, xs: Sequence[Tensor], form: Callable[[tuple[Tensor, ...]], T]) -> Handle[T]:
     """Start ``move``; the handle's ``wait`` returns ``form`` of its results, differentiable."""
     if not _needs_graph(xs):

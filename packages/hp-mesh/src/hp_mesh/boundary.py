@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from hp_mesh._torch import global_forward_hooks
 from hp_mesh.checks import fail
+from hp_mesh.overrides import unseen_by_checkpoints
 from hp_mesh.view import View, close_view, open_view
 
 __all__ = ["Boundary", "BoundaryStyle", "Entry", "boundary_of", "inner_hooks", "remove_boundary"]
@@ -139,6 +140,13 @@ def _close(entry: Entry) -> None:
     _open_calls.calls = [call for call in _open_calls.calls if call.entry.view.is_live()]
 
 
+@unseen_by_checkpoints
+def _enter(
+    boundary: Boundary[E], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> E:
+    return boundary.enter(module, args, kwargs)
+
+
 class _PreHook:
     def __init__(self, boundary: Boundary[Any]) -> None:
         self.boundary = boundary
@@ -149,7 +157,7 @@ class _PreHook:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         frame = call_frame()
         handled = sys.exc_info()[1]
-        entry = self.boundary.enter(module, args, kwargs)
+        entry = _enter(self.boundary, module, args, kwargs)
         # calls that a KeyboardInterrupt left behind: their views are swept by open_view
         _open_calls.calls = [call for call in _open_calls.calls if call.entry.view.is_live()]
         open_view(entry.view, frame)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from hp_mesh._torch import in_backward, local_shard
 from hp_mesh.boundary import outside_compiled_code
 from hp_mesh.handoff import Handoff, Lane, Launched, Waitable, is_pure_view, split_output
+from hp_mesh.overrides import unseen_by_checkpoints
 from hp_mesh.views import ViewRecipe, learn_view
 
 __all__ = ["HandoffState", "TakesHandoffs", "warn_once"]
@@ -190,6 +191,7 @@ class TakesHandoffs(ABC):
         for handoff in self.handoffs.values():
             handoff.drop_all()
 
+    @unseen_by_checkpoints
     def hand_off(self, name: str, output: Any, work: object = None) -> None:
         """Remember ``output`` of a module and start its work if its view is known."""
         handoff = self.handoffs[name]

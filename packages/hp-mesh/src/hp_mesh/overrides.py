@@ -1,4 +1,4 @@
-"""Functions of our own that the view of a boundary can take over, as it does torch's."""
+"""What others see of our own work: views, and selective activation checkpointing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any, ParamSpec, TypeVar, cast
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-__all__ = ["seen_by_views"]
+from hp_mesh._torch import hidden_from_selective_checkpoint
+
+__all__ = ["seen_by_views", "unseen_by_checkpoints"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,5 +31,21 @@ def seen_by_views(function: Callable[P, R]) -> Callable[P, R]:
             overridden: Any = handle_torch_function(cast(Any, call), tensors, *args, **kwargs)
             return cast(R, overridden)
         return function(*args, **kwargs)
+
+    return call
+
+
+def unseen_by_checkpoints(function: Callable[P, R]) -> Callable[P, R]:
+    """Let selective activation checkpointing neither save nor count the ops of ``function``.
+
+    It numbers the ops of each kind, in forward and in recomputation, and puts what it saved in the
+    place of what has the same number. An exchange that was sent ahead in one of the two only would
+    shift them; one that "was saved" would not run, and leave its buffer as it was allocated.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with hidden_from_selective_checkpoint():
+            return function(*args, **kwargs)
 
     return call
