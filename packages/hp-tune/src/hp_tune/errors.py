@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 __all__ = [
+    "AcceptanceError",
     "AllFailedError",
     "BudgetError",
+    "InvalidFilesError",
     "MissingToolsError",
     "NoConfigurationError",
     "PlanMismatchError",
@@ -105,3 +107,20 @@ class RankMismatchError(TuneError):
 
     exit_code = 8
     id = "rank-mismatch"
+
+
+class AcceptanceError(TuneError):
+    """Recorded measurements are predicted worse than they must be."""
+
+    exit_code = 7
+    id = "acceptance"
+
+
+class InvalidFilesError(TuneError):
+    """Files that were checked are wrong; the exit code is that of the first."""
+
+    id = "invalid-files"
+
+    def __init__(self, message: str, hint: str, exit_code: int) -> None:
+        super().__init__(message, hint)
+        self.exit_code = exit_code

@@ -7,6 +7,7 @@ no paths. What is explained is predicted anew, and only if it comes to the same 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -74,6 +75,13 @@ def result_of_plan(
         require=read_requirement(plan.made_by["require"]) if "require" in plan.made_by else None,
     )
     _check_same(result, entry)
+    ran = entry.best.measured
+    if ran is not None:
+        note = (
+            f"{entry.best.mode} was measured, {ran.median_ms:.4g} ms, and is the plan's choice; "
+            "what is explained is the prediction"
+        )
+        result = replace(result, notes=(*result.notes, note))
     return result
 
 

@@ -39,6 +39,8 @@ def explanation_text(explanation: Explanation, rival: Rival | None = None) -> No
         f"{milliseconds(found.exposed_comm * 1e3)} ms; memory {best.memory.total / GIB:.1f} of "
         f"{best.memory.capacity / GIB:.1f} GiB ({best.memory.top()})"
     )
+    for note in result.notes:
+        line(f"note: {note}")
     for phase in PHASES:
         line()
         line(f"{phase}, all layers: what the step waits for, and what each part of it takes")

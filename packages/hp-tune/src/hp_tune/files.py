@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Positions",
     "canonical_json",
+    "dump_yaml",
     "explain_validation",
     "load_json",
     "load_yaml",
@@ -86,6 +87,14 @@ def yaml_scalar(value: str | float | bool | None) -> str:
         value, default_style='"' if is_text else None, width=10**6, allow_unicode=True
     )
     return text.removesuffix("\n").removesuffix("...").strip()
+
+
+def dump_yaml(value: object) -> str:
+    """Return ``value`` as YAML, keys in their order."""
+    import yaml
+
+    text: str = yaml.safe_dump(value, sort_keys=False)
+    return text
 
 
 def explain_validation(

@@ -17,9 +17,12 @@ HOMES = {
     "explain": "hp_tune.commands.explain",
     "report": "hp_tune.commands.report",
     "show": "hp_tune.commands.show",
+    "export": "hp_tune.commands.export",
+    "validate": "hp_tune.commands.validate",
     "profile": "hp_tune.commands.profile",
     "import": "hp_tune.commands.import_",
     "presets": "hp_tune.commands.presets",
+    "doctor": "hp_tune.commands.doctor",
     "kernels": "hp_tune.kernels.command",
 }
 """Where each command lives, under its own name, or with an underscore if that is a keyword."""
@@ -29,9 +32,12 @@ SHORT_HELP = {
     "explain": "Say why the best is the best, by what the others lose, and what would change it.",
     "report": "Write one HTML page: ranking, lengths, bytes, memory, timeline, sources.",
     "show": "Show a plan (plan.json) or a study (its Journal file).",
+    "export": "Write a plan as a Python snippet, YAML, JSON, CSV or shell variables.",
+    "validate": "Check model, cluster, plan and study files; score recorded measurements.",
     "profile": "Measure this cluster: collectives, copies, products, attention; write it down.",
     "import": "Read logs of nccl-tests or hccl_test into a cluster file.",
     "presets": "List models and clusters, or show one with the source of each number.",
+    "doctor": "Look at versions, backends, devices, folders, locks and tools.",
     "kernels": "Tune the launch parameters of the pack, unpack and merge kernels.",
 }
 """What ``hp-tune --help`` says of each, so that it imports none of them."""

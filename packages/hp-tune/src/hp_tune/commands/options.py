@@ -22,6 +22,7 @@ __all__ = [
     "count_option",
     "counts_option",
     "duration_option",
+    "is_study",
     "json_option",
     "read_documents",
     "read_lengths",
@@ -152,6 +153,15 @@ def _layout(name: str) -> Layout:
         raise UsageError(f"--layout ({name}) must have a dim of heads", "use BSHD or SBHD")
     known: Layout = found.name  # type: ignore[assignment]
     return known
+
+
+def is_study(path: Path) -> bool:
+    """Return whether a file is an Optuna journal; one that cannot be read is not."""
+    try:
+        with path.open("rb") as file:
+            return file.read(64).startswith(b'{"op_code"')
+    except OSError:
+        return False
 
 
 def tell(sentence: str) -> None:

@@ -1,0 +1,89 @@
+"""``hp-tune validate``: files checked before they are used, and predictions against records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hp_tune.commands.options import json_option
+from hp_tune.errors import AcceptanceError, InvalidFilesError, UsageError
+
+__all__ = ["validate"]
+
+
+@click.command()
+@click.argument("files", nargs=-1, type=click.Path(path_type=Path))
+@click.option(
+    "--against",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Recorded measurements: exit 7 if the mean regret is above the file's limit.",
+)
+@json_option()
+def validate(files: tuple[Path, ...], against: Path | None, as_json: bool) -> None:
+    """Check FILES: schema, units and plausibility.
+
+    Known are models (config.json or its folder), clusters and their overlays (YAML), plans,
+    studies, launch parameters of kernels and recorded measurements.
+    """
+    if not files and against is None:
+        raise UsageError("there must be a file to check", "hp-tune validate FILE...")
+    if files:
+        _check(files, as_json)
+    if against is not None:
+        _score(against, as_json)
+
+
+def _check(files: tuple[Path, ...], as_json: bool) -> None:
+    from hp_tune.tables import new_console, new_table, print_json
+    from hp_tune.validate import check_file, verdict_json
+
+    verdicts = [check_file(path) for path in files]
+    wrong = [verdict.error for verdict in verdicts if verdict.error is not None]
+    if as_json:
+        print_json({"valid": not wrong, "files": [verdict_json(verdict) for verdict in verdicts]})
+    else:
+        table = new_table("file", "kind", "", "what")
+        for verdict in verdicts:
+            error = verdict.error
+            words = verdict.says if error is None else str(error)
+            table.add_row(str(verdict.path), verdict.kind, "wrong" if error else "right", words)
+            for note in verdict.notes:
+                table.add_row("", "", "note", note)
+        new_console().print(table)
+    if wrong:
+        raise InvalidFilesError(
+            f"{len(wrong)} of {len(files)} files cannot be used: {wrong[0].message}",
+            wrong[0].hint,
+            wrong[0].exit_code,
+        )
+
+
+def _score(path: Path, as_json: bool) -> None:
+    from hp_tune.acceptance import mean_regret, read_acceptance, score
+    from hp_tune.commands.again import progress_bar
+    from hp_tune.tables import new_console, new_table, print_json
+
+    accepted = read_acceptance(path)
+    scores = []
+    with progress_bar("scoring") as step:
+        for done, case in enumerate(accepted.cases):
+            step(case.name, done, len(accepted.cases))
+            scores.append(score(case))
+    mean, limit = mean_regret(scores), accepted.max_mean_regret
+    if as_json:
+        rows = [{"case": s.case, "pick": s.pick, "best": s.best, "regret": s.regret,
+                 "order": s.order, "unknown": list(s.unknown)} for s in scores]  # fmt: skip
+        print_json({"mean_regret": mean, "max_mean_regret": limit, "cases": rows})
+    else:
+        table = new_table("case", "pick", "best measured", "regret", "pairs in order", "unknown")
+        for s in scores:
+            table.add_row(s.case, s.pick, s.best, f"{s.regret:.1%}", f"{s.order:.0%}",
+                          ", ".join(s.unknown))  # fmt: skip
+        new_console().print(table, f"mean regret {mean:.1%}, at most {limit:.1%}")
+    if mean > limit:
+        raise AcceptanceError(
+            f"mean regret ({mean:.1%}) must be at most {limit:.1%}",
+            "measure the cluster with `hp-tune profile`",
+        )

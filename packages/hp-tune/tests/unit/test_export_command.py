@@ -1,0 +1,215 @@
+"""export, show, validate, doctor: a plan in other forms, and answers with an exit code."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import runpy
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import hp_cp
+import hp_dsa
+from hp_tune.cli import main
+from hp_tune.journal import locked
+from hp_tune.plan_file import load
+
+QWEN = ["search", "--model", "Qwen2.5-7B", "--cluster", "atlas-800t-a2", "--cp", "8"]
+SEARCH = [*QWEN, "--seq", "64K", "--study", "s.journal"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder, and pytest's signal handlers left in place."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of one command."""
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return int(stopped.value.code or 0), out, err
+
+
+def test_the_snippet_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    """Executed as a module: styles with the plan's arguments, and hp-tune is not asked."""
+    run(capsys, *SEARCH)
+    assert run(capsys, "export", "--out", "snippet.py")[0] == 0
+    text = Path("snippet.py").read_text()
+    found = runpy.run_path("snippet.py")
+
+    assert "hp_tune" not in text
+    assert found["CP_SIZE"] == 8
+    (style,) = found["STYLES"].values()
+    assert type(style) is hp_cp.ContextParallel
+    assert (style.seq_dim, style.head_dim, style.load_balance) == (1, 2, True)
+
+    class Style:
+        applied: Any = None
+
+        def apply(self, *arguments: Any, **handoffs: Any) -> None:
+            self.applied = (*arguments, handoffs)
+
+    found["STYLES"]["attention"] = spy = Style()
+    found["apply_styles"]({"attention": "m"}, "mesh", attention={"q_proj": "q"})
+    assert spy.applied == ("m", "mesh", {"q_proj": "q"})
+
+
+def test_the_snippet_of_sparse_attention_has_three_styles(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One for each boundary of DSA."""
+    run(capsys, "search", "--model", "DeepSeek-V3.2", "--cluster", "atlas-900-a3", "--cp", "8",
+        "--seq", "32K")  # fmt: skip
+    run(capsys, "export", "--out", "snippet.py")
+    styles = runpy.run_path("snippet.py")["STYLES"]
+
+    assert list(styles) == ["indexer", "attention", "indexer_loss"]
+    assert isinstance(styles["attention"], hp_dsa.DSASparseAttentionContextParallel)
+
+
+def test_yaml_json_csv_and_variables_say_what_the_plan_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """YAML and JSON are equal; CSV has a row per configuration, a study's has all of them."""
+    run(capsys, *SEARCH)
+    plan = load("plan.json")
+    (entry,) = plan.entries
+    content = yaml.safe_load(run(capsys, "export", "--format", "yaml")[1])
+
+    assert content == json.loads(run(capsys, "export", "--format", "json")[1])
+    assert content == json.loads(run(capsys, "export", "--json")[1])
+    assert content["plan"] == plan.digest
+    assert content["entries"][0]["styles"]["attention"]["arguments"] == entry.style_kwargs()
+    rows = list(csv.DictReader(io.StringIO(run(capsys, "export", "--format", "csv")[1])))
+    assert len(rows) == 1 + len(entry.alternatives) + len(entry.rejected)
+    assert rows[0]["config"] == entry.best.mode
+    assert {row["rule"] for row in rows[4:]} == {"V03", "V05", "V09"}
+    code, out, _ = run(capsys, "export", "s.journal", "--format", "csv")
+    trials = list(csv.DictReader(io.StringIO(out)))
+    assert code == 0 and len(trials) == len(rows)
+    assert trials[0]["label"] == entry.best.mode
+    out = run(capsys, "export", "--format", "env")[1]
+    assert f"export HP_TUNE_PLAN={Path('plan.json').resolve()}\n" in out
+    assert plan.digest in out
+
+
+def test_questions_to_a_plan_and_to_a_study(capsys: pytest.CaptureFixture[str]) -> None:
+    """Why not that one: the rule with its numbers, or the terms that cost it most."""
+    run(capsys, *SEARCH)
+    why = ("show", "s.journal", "--why-miss")
+    out = run(capsys, *why, "hybrid u=4")[1]
+    assert out.startswith("hybrid u=4 is 2 of 4: 3937 ms, x1.379 of colossal u=1 load_balance\n")
+    assert "backward attention +815.3 ms" in out.splitlines()[1]
+    out = run(capsys, "show", "plan.json", "--why-miss", "ulysses u=8")[1]
+    assert out.startswith("ulysses u=8: V03: num_heads (28)") and "num_heads 28" in out
+    assert "is the choice" in run(capsys, *why, "colossal u=1 load_balance")[1]
+    for path in ("plan.json", "s.journal"):
+        front = json.loads(run(capsys, "show", path, "--pareto", "--json")[1])["front"]
+        assert [row["config"] for row in front] == ["colossal u=1 load_balance", "hybrid u=4"]
+    found = json.loads(run(capsys, "show", "s.journal", "--trial", "0", "--json")[1])
+    assert found["number"] == 0 and "label" in found
+    assert "formula" not in run(capsys, "show", "s.journal", "--trial", "0")[1]
+
+
+def test_validate_names_each_file_and_exits_with_its_code(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Right ones say what they are; a wrong one is a line, and the exit code of its kind."""
+    run(capsys, *SEARCH)
+    Path("ours.yaml").write_text("extends: atlas-800t-a2\nname: ours\n")
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2,
+              "num_attention_heads": 8, "vocab_size": 64, "intermediate_size": 128}  # fmt: skip
+    Path("config.json").write_text(json.dumps(config))
+    code, out, _ = run(capsys, "validate", "plan.json", "s.journal", "ours.yaml", "config.json",
+                       "--json")  # fmt: skip
+    found = json.loads(out)
+    assert (code, found["valid"]) == (0, True)
+    assert [f["kind"] for f in found["files"]] == ["plan", "study", "cluster", "model"]
+    assert "extends atlas-800t-a2" in found["files"][2]["notes"]
+
+    Path("ours.yaml").write_text("extends: atlas-800t-a2\ndevice: {memory_GBs: 3}\n")
+    Path("plan.json").write_text(Path("plan.json").read_text().replace("true", "false", 1))
+    Path("odd.json").write_text('{"schema": "other/1"}')
+    code, out, err = run(capsys, "validate", "config.json", "ours.yaml", "plan.json", "odd.json")
+    assert (code, out.count("wrong")) == (2, 3)
+    assert "memory_GBps" in out and "changed after it was written" in out.replace("\n", " ")
+    assert "3 of 4 files cannot be used" in err
+    assert run(capsys, "validate", "plan.json")[0] == 8
+    assert run(capsys, "validate", "none.yaml")[0] == 2
+    assert run(capsys, "validate")[0] == 2
+
+
+def test_recorded_measurements_are_scored(capsys: pytest.CaptureFixture[str]) -> None:
+    """Regret of the pick, pairs in order; above the limit is exit 7."""
+    case = {
+        "name": "node", "model": "Qwen2.5-7B", "cluster": "atlas-800t-a2",
+        "workload": {"seq_len": 65536, "cp_size": 8},
+        "measured_ms": {"colossal u=1 load_balance": 100.0, "hybrid u=4": 130.0,
+                        "hybrid u=2": 120.0, "ring": 1.0},
+    }  # fmt: skip
+    file = {"schema": "hp-tune/acceptance/1", "max_mean_regret": 0.05, "cases": [case]}
+    Path("a.json").write_text(json.dumps(file))
+    code, out, _ = run(capsys, "validate", "--against", "a.json", "--json")
+    (found,) = json.loads(out)["cases"]
+    assert (code, found["regret"], found["unknown"]) == (0, 0.0, ["ring"])
+    assert found["order"] == pytest.approx(2 / 3)
+    case["measured_ms"]["hybrid u=4"] = 80.0  # type: ignore[index]
+    Path("a.json").write_text(json.dumps(file))
+    code, out, err = run(capsys, "validate", "--against", "a.json")
+    assert (code, "mean regret (25.0%) must be at most 5.0%" in err) == (7, True)
+    case["measured_ms"] = {"a": 1.0, "b": 2.0}
+    Path("a.json").write_text(json.dumps(file))
+    assert run(capsys, "validate", "--against", "a.json")[0] == 2
+    Path("a.json").write_text(json.dumps({**file, "cases": []}))
+    assert run(capsys, "validate", "a.json")[0] == 2
+
+
+def test_doctor_says_what_is_there_and_fails_for_what_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A held lock with its process; a plan of the environment that cannot be read is exit 5."""
+    Path(".hp-tune").mkdir()
+    with locked(Path(".hp-tune/x.journal")):
+        code, out, _ = run(capsys, "doctor", "--json")
+    found = {check["name"]: check for check in json.loads(out)["checks"]}
+    assert code == 0 and json.loads(out)["healthy"]
+    assert {"python", "hp packages", "torch", "backends", "CUDA devices", "Ascend devices",
+            "torchrun", "ip", "tc", "study folder", "study locks"} <= set(found)  # fmt: skip
+    assert "held: x.journal.flock by process" in found["study locks"]["found"]
+    assert "gloo" in found["backends"]["found"]
+    monkeypatch.setenv("HP_TUNE_PLAN", "none.json")
+    code, out, err = run(capsys, "doctor")
+    assert (code, "HP_TUNE_PLAN: not as needed" in err) == (5, True)
+    assert "wrong" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["export", "none.json"], 8, "cannot be read"),
+        (["export", "--out", "none/x.py"], 2, "--out none/x.py cannot be written"),
+        (["export", "--seq", "1M"], 8, "must be a length that the plan serves"),
+        (["export", "s.journal"], 2, "--format python must have a plan"),
+        (["show", "--why-miss", "hybrid u=3"], 2, "did you mean 'hybrid u="),
+        (["show", "--trial", "0"], 2, "--trial must have a study"),
+        (["show", "s.journal", "--trial", "99"], 2, "there are 0 to"),
+        (["show", "--trial", "0", "--pareto"], 2, "one at a time"),
+    ],
+)
+def test_wrong_use_is_one_message(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, text: str
+) -> None:
+    """With the exit code of its kind, and never an empty result with exit 0."""
+    run(capsys, *SEARCH)
+    found, out, err = run(capsys, *arguments)
+    assert (found, text in err, out) == (code, True, ""), err
