@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hp_tune.errors import StudyError
+from hp_tune.shield import Shield
 
 if TYPE_CHECKING:
     from optuna.storages import JournalStorage
@@ -34,10 +35,16 @@ def locked(
     timeout: float = 60.0,
     tell: Callable[[str], None] = lambda _: None,
     doing: str = "",
+    shielded: bool = False,
 ) -> Iterator[None]:
     """Hold the only right to write ``path``; raise `StudyError` after ``timeout`` seconds.
 
-    ``doing`` is what its holder does, for who waits; by default it writes ``path``.
+    Args:
+        path: What is written.
+        timeout: Seconds to wait for another process.
+        tell: Receives one sentence when there is something to wait for.
+        doing: What the holder does, for who waits; by default it writes ``path``.
+        shielded: Whether signals wait until the lock is given back: for what takes milliseconds.
     """
     lock_path = path.with_name(path.name + ".flock")
     try:
@@ -47,23 +54,36 @@ def locked(
         raise StudyError(
             f"study {path} cannot be written: {error.strerror}", "name another place with --study"
         ) from None
+    shield = Shield() if shielded else None
     try:
-        _wait(descriptor, path, timeout, tell, doing or f"writes {path}")
+        _wait(descriptor, path, timeout, tell, doing or f"writes {path}", shield)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)
+        if shield is not None:
+            shield.down()
 
 
 def _wait(
-    descriptor: int, path: Path, timeout: float, tell: Callable[[str], None], doing: str
+    descriptor: int,
+    path: Path,
+    timeout: float,
+    tell: Callable[[str], None],
+    doing: str,
+    shield: Shield | None,
 ) -> None:
+    """Take the lock; signals come through while it is waited for, not once it is held."""
     start, told = time.monotonic(), False
     while True:
+        if shield is not None:
+            shield.up()
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if shield is not None:
+                shield.down()
             waited = time.monotonic() - start
             owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             if waited > timeout:

@@ -95,7 +95,8 @@ def measure(
     ended = ""
     try:
         ended = _trials(trials, by_config, measurer, budget, tell)
-    except BaseException:  # a signal, or a broken study: what is known so far is said, then it ends
+    except BaseException:  # a signal, say: what is known is said, what was begun waits for others
+        trials.give_back()
         tell(_best_so_far(trials, by_config))
         raise
     found = trials.measured(list(by_config))
@@ -118,19 +119,19 @@ def _trials(
     told = False
     while True:
         with turn(trials.place, tell):
-            left = [c for c in wanted if c not in trials.measured(list(wanted))]
             spent = budget.spent()
-            if not left:
+            claim = trials.claim(list(wanted), may_take=not spent)
+            if not claim.left:
                 return ""
             if spent:
-                return f"{spent} with {len(left)} of {len(wanted)} points left"
-            config, busy = trials.claim(left)
-            if config is not None:
-                _run(trials, wanted[config], measurer, tell, len(wanted) - len(left) + 1, wanted)
+                return f"{spent} with {claim.left} of {len(wanted)} points left"
+            if claim.config is not None:
+                number = len(wanted) - claim.left + 1
+                _run(trials, wanted[claim.config], measurer, tell, f"{number} of {len(wanted)}")
                 budget.use()
                 continue
-        if busy and not told:
-            tell(f"waiting for {describe(busy[0])}, which measures the rest")
+        if not told:
+            tell(f"waiting for {describe(claim.busy[0])}, which measures the rest")
             told = True
         time.sleep(POLL_SECONDS)
 
@@ -140,20 +141,15 @@ def _run(
     ranked: Ranked,
     measurer: Measurer,
     tell: Callable[[str], None],
-    number: int,
-    wanted: Mapping[Config, Ranked],
+    number: str,
 ) -> None:
     label = ranked.config.label(trials.cp_size)
-    try:
-        found = measurer.trial(ranked.config)
-    except BaseException:  # a signal: the point waits for the next worker, and the signal goes on
-        trials.give_back(ranked.config)
-        raise
+    found = measurer.trial(ranked.config)
     memory = found.memory_bytes or ranked.memory.total
     trials.finish(ranked.config, found, [found.median_ms, memory / GIB][: trials.objectives])
     said = f"{found.median_ms:.4g} ms" if found.outcome == "ok" else found.outcome
     tell(
-        f"trial {number} of {len(wanted)}: {label}: {said}, "
+        f"trial {number}: {label}: {said}, "
         f"predicted {ranked.prediction.seconds * 1e3:.4g} ms"
         + (f": {found.reason}" if found.reason else "")
     )

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hp_tune.errors import StudyError, UsageError
 from hp_tune.journal import locked, open_storage, repair_tail
 from hp_tune.owner import describe, is_gone, this_process
+from hp_tune.shield import Shield
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
@@ -101,7 +102,7 @@ class JournalPlace:
     def exclusive(self) -> Iterator[BaseStorage]:
         """Hold the lock, repair what a killed writer left, give the storage."""
         path = self.path
-        with locked(path, tell=self._tell):
+        with locked(path, tell=self._tell, shielded=True):
             if self._whole and not path.is_file():
                 raise StudyError(f"study {path} was deleted while it was searched")
             dropped = repair_tail(path, self._whole)
@@ -149,12 +150,14 @@ class DatabasePlace:
         from sqlalchemy.exc import SQLAlchemyError
 
         self._storage = self._storage or self._opened()
+        shield = Shield()
         try:
-            lock = self._lock(self._storage)
+            lock = self._lock(self._storage, shield)
             try:
                 yield self._storage
             finally:
                 self._storage.delete_study(lock)
+                shield.down()
         except (StorageInternalError, SQLAlchemyError) as error:
             reason = str(error).strip().splitlines()[0]
             raise StudyError(f"--storage {self} cannot be used: {reason}") from None
@@ -182,16 +185,19 @@ class DatabasePlace:
                 time.sleep(0.05 * 2**attempt)
         raise StudyError(f"--storage {self} cannot be used: {reason}")
 
-    def _lock(self, storage: BaseStorage) -> int:
+    def _lock(self, storage: BaseStorage, shield: Shield) -> int:
+        """Create the study that is the lock; return its number, with signals held back."""
         from optuna.exceptions import DuplicatedStudyError
         from optuna.study import StudyDirection
 
         start, told = time.monotonic(), False
         while True:
             owner = {**this_process(), "until": time.time() + LOCK_LEASE_SECONDS}
+            shield.up()
             try:
                 made = storage.create_new_study([StudyDirection.MINIMIZE], _LOCK_NAME)
             except DuplicatedStudyError:
+                shield.down()
                 waited = time.monotonic() - start
                 holder = self._break(storage, waited)
                 if waited > WAIT_SECONDS:

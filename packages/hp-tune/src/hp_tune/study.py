@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from hp_tune.evaluate import Point
 
-__all__ = ["Recorded", "Trials", "open_study", "point_key", "read_study"]
+__all__ = ["Claim", "Recorded", "Trials", "open_study", "point_key", "read_study"]
 
 FINALS = "finals"
 
@@ -45,6 +45,21 @@ class Recorded:
     added: int
     found: int
     dropped_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a worker may measure now.
+
+    Attributes:
+        config: Its point, or None.
+        left: How many points have no end yet, that one included.
+        busy: The owners of those that are being measured elsewhere.
+    """
+
+    config: Config | None
+    left: int
+    busy: tuple[Mapping[str, Any], ...]
 
 
 def point_key(config: Config) -> str:
@@ -97,29 +112,33 @@ class Trials:
         where = self.place.path if isinstance(self.place, JournalPlace) else str(self.place)
         return Recorded(where, len(missing), len(points) - len(missing), self.place.dropped)
 
-    def claim(self, wanted: Sequence[Config]) -> tuple[Config | None, list[dict[str, Any]]]:
-        """Take the first of ``wanted`` that waits, or whose owner has died.
+    def claim(self, wanted: Sequence[Config], *, may_take: bool = True) -> Claim:
+        """Take the first of ``wanted`` that waits, or whose owner has died, if there is one.
 
-        Returns:
-            The configuration that is now this process's to measure, or None; and the owners of
-            those that are being measured elsewhere.
+        Args:
+            wanted: In the order in which they are taken.
+            may_take: Whether to take one, or only to look.
         """
         from optuna.trial import TrialState
 
-        busy: list[dict[str, Any]] = []
+        taken: Config | None = None
+        left, busy = 0, list[dict[str, Any]]()
         with self._open() as (study, storage):
             known = _by_key(study, str(self.place))
             for config in wanted:
                 trial = known[point_key(config)]
+                if trial.state.is_finished():
+                    continue
+                left += 1
                 owner = trial.user_attrs.get("owner", {})
                 if trial.state == TrialState.RUNNING and not is_gone(owner):
                     busy.append(owner)
-                elif not trial.state.is_finished():
+                elif taken is None and may_take:
                     storage.set_trial_user_attr(trial._trial_id, "owner", this_process())
                     if trial.state == TrialState.WAITING:
                         storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING)
-                    return config, busy
-        return None, busy
+                    taken = config
+        return Claim(taken, left, tuple(busy))
 
     def finish(self, config: Config, measured: Measured, values: Sequence[float]) -> None:
         """Record how a claimed point ran; ``values`` are those of the objectives."""
@@ -138,24 +157,24 @@ class Trials:
             storage.set_trial_user_attr(number, "message", measured.reason)
             storage.set_trial_state_values(number, TrialState.FAIL)
 
-    def give_back(self, config: Config) -> None:
-        """Let a claimed point wait again: it was interrupted, and whoever comes next takes it."""
+    def give_back(self) -> None:
+        """Let what this process claimed wait again, after an interruption, for who comes next."""
         from optuna.trial import TrialState
 
-        with self._mine(config) as (trial, storage):
-            if trial is not None:
-                times = trial.user_attrs.get("interrupted", 0) + 1
-                storage.set_trial_user_attr(trial._trial_id, "interrupted", times)
-                storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
+        with self._open() as (study, storage):
+            for trial in _by_key(study, str(self.place)).values():
+                if trial.state == TrialState.RUNNING and _is_mine(trial):
+                    times = trial.user_attrs.get("interrupted", 0) + 1
+                    storage.set_trial_user_attr(trial._trial_id, "interrupted", times)
+                    storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
 
     @contextmanager
     def _mine(self, config: Config) -> Iterator[tuple[FrozenTrial | None, BaseStorage]]:
         """Give the trial of a claimed point, or None where another took it for abandoned."""
         with self._open() as (study, storage):
             trial = _by_key(study, str(self.place))[point_key(config)]
-            owner, me = trial.user_attrs.get("owner", {}), this_process()
-            same = all(owner.get(key) == me[key] for key in me if key != "until")
-            yield (trial if same and not trial.state.is_finished() else None), storage
+            mine = _is_mine(trial) and not trial.state.is_finished()
+            yield (trial if mine else None), storage
 
     def measured(self, wanted: Sequence[Config]) -> dict[Config, Measured]:
         """Return how each of ``wanted`` ran, for those that did."""
@@ -185,6 +204,11 @@ class Trials:
             study.set_user_attr(
                 FINALS, {point_key(config): measured_to(one) for config, one in found.items()}
             )
+
+
+def _is_mine(trial: FrozenTrial) -> bool:
+    owner, me = trial.user_attrs.get("owner", {}), this_process()
+    return all(owner.get(key) == me[key] for key in me if key != "until")
 
 
 def read_study(path: Path) -> tuple[str, dict[str, Any], list[FrozenTrial]]:
