@@ -123,6 +123,7 @@ def measured_to(found: Measured) -> dict[str, Any]:
     return {
         "outcome": found.outcome,
         "reason": found.reason,
+        "details": found.details,
         "samples_ms": list(found.samples_ms),
         "forward_ms": number(found.forward_ms),
         "backward_ms": number(found.backward_ms),
@@ -131,6 +132,7 @@ def measured_to(found: Measured) -> dict[str, Any]:
         "collectives": None if found.collectives is None else dict(found.collectives),
         "bytes_sent": None if found.bytes_sent is None else dict(found.bytes_sent),
         "memory_bytes": found.memory_bytes,
+        "checked_len": found.checked_len,
         "folder": None if found.folder is None else str(found.folder),
     }
 
@@ -145,6 +147,7 @@ def measured_from(stored: Mapping[str, Any]) -> Measured:
     return Measured(
         outcome=stored["outcome"],
         reason=stored["reason"],
+        details=stored["details"],
         samples_ms=tuple(stored["samples_ms"]),
         forward_ms=number(stored["forward_ms"]),
         backward_ms=number(stored["backward_ms"]),
@@ -153,5 +156,6 @@ def measured_from(stored: Mapping[str, Any]) -> Measured:
         collectives=stored["collectives"],
         bytes_sent=stored["bytes_sent"],
         memory_bytes=stored["memory_bytes"],
+        checked_len=stored["checked_len"],
         folder=None if stored["folder"] is None else Path(stored["folder"]),
     )

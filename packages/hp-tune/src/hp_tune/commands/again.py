@@ -28,6 +28,7 @@ __all__ = ["progress_bar", "result_asked_for", "search_options"]
 
 NOT_ASKED = (
     "budget", "keep", "max_trials", "mode", "objective", "seed", "seq_hist", "storage", "within",
+    "backend", "nproc_per_node", "hosts", "master_addr", "trial_timeout", "rounds", "warmup",
     "study", "out", "as_json", "help",
 )  # fmt: skip
 """Parameters of ``search`` that say what becomes of a result, and not which."""

@@ -21,6 +21,7 @@ from hp_tune.commands.options import (
     read_workload,
     tell,
 )
+from hp_tune.measured.options import measuring_options
 
 if TYPE_CHECKING:
     from hp_tune.cluster import Cluster
@@ -84,6 +85,7 @@ __all__ = ["search"]
               help="Of all that is random.")  # fmt: skip
 @click.option("--storage", default=None, metavar="URL",
               help="A database for workers on several machines, instead of --study.")  # fmt: skip
+@measuring_options
 @click.option("--study", default=None, type=click.Path(path_type=Path, dir_okay=False),
               help="Optuna Journal file.  [default: one per search in .hp-tune/]")  # fmt: skip
 @click.option("--out", default="plan.json", show_default=True, help="Where the plan is written.",
@@ -103,11 +105,12 @@ def search(**options: Any) -> None:
     workload = read_workload(model, options, lengths[0][0], read_documents(options))
     how = _settings(options)
     budget = Budget(options["budget"], options["max_trials"])
+    study = partial(_study_path, model, cluster, options, len(lengths) > 1)
     found = search_lengths(
         model, cluster, workload, lengths,
-        study=partial(_study_path, model, cluster, options, len(lengths) > 1),
+        study=study,
         storage=options["storage"],
-        measurer=None if how.mode == "analytic" else _measurer(model, cluster, options),
+        measurer=None if how.mode == "analytic" else _measurer(model, options, study),
         budget=budget,
         tell=tell,
         settings=how,
@@ -152,12 +155,16 @@ def _settings(options: dict[str, Any]) -> Settings:
 
 
 def _measurer(
-    model: Model, cluster: Cluster, options: dict[str, Any]
+    model: Model, options: dict[str, Any], study: Callable[[Workload], Path]
 ) -> Callable[[Workload], Measurer]:
-    """Return what makes the runner of trials of a length."""
-    from hp_tune.errors import MissingToolsError
+    """Return what makes the runner of trials of a length; its logs are beside the study."""
+    from hp_tune.measured.options import make_measurer
 
-    raise MissingToolsError("--mode measured and hybrid need a measurer, which is not there yet")
+    def made(workload: Workload) -> Measurer:
+        logs = study(workload).with_suffix(".logs")
+        return make_measurer(model, workload, options, logs=logs, tell=tell)
+
+    return made
 
 
 def _study_path(
@@ -175,6 +182,8 @@ def _study_path(
         COST_MODEL, model.model_dump(mode="json"), cluster.digest, options["recompute"],
         workload.model_dump(mode="json"), mode, objective, options["require"],
     ]  # fmt: skip
+    if mode != "analytic":
+        asked += [options[name] for name in ("backend", "nproc_per_node", "hosts", "rounds")]
     if mode == "hybrid":
         asked += [options["within"], options["keep"], options["restrict"], options["variants"]]
     key = sha256(asked)[:8]

@@ -84,9 +84,9 @@ class TorchrunMeasurer:
             "hosts": list(launcher.hosts),
             "env": dict(launcher.env),
             "threads": launcher.threads,
-            "torch": version("torch"),
-            "hp_cp": version("hp-cp"),
-            "hp_dsa": version("hp-dsa"),
+            "torch": _version("torch"),
+            "hp_cp": _version("hp-cp"),
+            "hp_dsa": _version("hp-dsa"),
             "warmup": self.protocol.warmup,
             "rounds": self.protocol.rounds,
         }
@@ -171,3 +171,13 @@ class TorchrunMeasurer:
         name = labels[0] if len(labels) == 1 else f"finals of {len(labels)}"
         words = "-".join(name.replace("=", "").split())
         return self.logs / f"{words}-s{asked.seq_len}-{sha256(asked.to_json())[:8]}"
+
+
+def _version(distribution: str) -> str:
+    """Return the version of what is installed; of a source tree on the path, none is known."""
+    from importlib.metadata import PackageNotFoundError
+
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "source"
