@@ -19,6 +19,7 @@ from hp_cp.kv_refetch import GatheredKV
 from hp_cp.output import OutputDims, output_dims
 from hp_cp.plan import Plan
 from hp_cp.prepared import done, without_works
+from hp_cp.windowed import Halo
 from hp_mesh._torch import from_local
 from hp_mesh.arguments import map_outputs, read_slots, replace_slots
 from hp_mesh.boundary import Boundary
@@ -62,7 +63,8 @@ class CPBoundary(Boundary[Call]):
             "module": f"number {ordinal} that a style was applied to",
             # what changes what is sent, and in what order it lies on the wire
             "style": f"{style!r}, head_groups={style.head_groups}, keep_kv={style.keep_kv}, "
-            f"use_local_input={style.use_local_input}, kv_chunks={style.kv_chunks}",
+            f"use_local_input={style.use_local_input}, kv_chunks={style.kv_chunks}, "
+            f"sliding_window={style.sliding_window}, sink_tokens={style.sink_tokens}",
         }
         if plan.mode == "hybrid":
             self.cp_mesh = split_cp_mesh(device_mesh, plan.ulysses_degree)
@@ -83,8 +85,9 @@ class CPBoundary(Boundary[Call]):
 
     @property
     def streams_kv(self) -> bool:
-        """Whether k and v stay this rank's shard, and attention gathers them part by part."""
-        return self.style.kv_chunks > 1 and self.plan.colossal_degree > 1
+        """Whether k and v stay this rank's shard, and attention asks for what it needs."""
+        asked = self.style.kv_chunks > 1 or self.style.sliding_window is not None
+        return asked and self.plan.colossal_degree > 1
 
     @property
     def wants_dense(self) -> bool:
@@ -153,10 +156,17 @@ class CPBoundary(Boundary[Call]):
         )
 
     def _streamed(self, axis: int) -> Streamed:
-        """Return how k and v are taken part by part over mesh axis ``axis``."""
-        assert self.colossal_group is not None, "there is something to stream"
-        count = self.style.kv_chunks
-        return Streamed(axis, self.colossal_group, count, f"kv_chunks={count}", self.where)
+        """Return how attention takes k and v over mesh axis ``axis``."""
+        assert self.colossal_group is not None, "there is something to ask for"
+        count, window, sinks = (
+            self.style.kv_chunks,
+            self.style.sliding_window,
+            self.style.sink_tokens,
+        )
+        if window is None:
+            return Streamed(axis, self.colossal_group, count, f"kv_chunks={count}", self.where)
+        option = f"sliding_window={window}" + f", sink_tokens={sinks}" * (sinks > 0)
+        return Halo(axis, self.colossal_group, 1, option, self.where, window, sinks)
 
     def _length(self, inputs: Inputs) -> int:
         """Return the global sequence length."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from hp_cp.gathers import backward_parts
+from hp_cp.halo import fetched_by, passed_rows
 from hp_mesh.window import mirror_rank
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ class Description:
         peak_extra_bytes: Upper bound of what the exchanges hold at one moment beside the layer's
             own inputs: send and receive buffers, the gathered K and V and one relayout of them.
         resident_kv_bytes: K and V as attention sees them, before any `HeadTable.kv_expand`; with
-            ``kv_chunks`` those of the two parts that are in memory.
+            ``kv_chunks`` those of the two parts that are in memory, with ``sliding_window`` the
+            rows that this rank has and fetches.
         saved_kv_bytes: What the layer holds of K and V between forward and backward: as attention
             sees them, or with ``keep_kv=False`` or ``kv_chunks`` as they are before the gather.
     """
@@ -103,6 +105,8 @@ def describe(
     repeat: int = 1,
     keep_kv: bool = True,
     kv_chunks: int = 1,
+    sliding_window: int | None = None,
+    sink_tokens: int = 0,
 ) -> Description:
     """Return the description of ``plan`` for one rank; sizes as in `Plan.describe`.
 
@@ -117,6 +121,7 @@ def describe(
     received = len(heads.kv_sent[ds])
     seen = received if heads.kv_expand is None else local_heads
     gathered = received if parts == 1 else seen  # what is streamed is as attention sees it
+    fetches = sliding_window is not None and c > 1
     sent_away = sum(len(kv) for d, kv in enumerate(heads.kv_sent) if d != ds)
     sizes = {"q": head_size, "k": head_size, "v": v_head_size, "out": v_head_size}
 
@@ -128,6 +133,13 @@ def describe(
     back |= {name: token * (u - 1) * local_heads * sizes[name] for name in ("q", "out")}
     # the Colossal group passes on what this rank holds after the exchange: u * local_length rows
     passed_on = {name: token * u * gathered * sizes[name] * (c - 1) for name in ("k", "v")}
+    held, sends, fetched = 0, list[int](), list[int]()  # rows of K and V here; rows per message
+    if sliding_window is not None and fetches:
+        facts = (local_length * u, sliding_window, sink_tokens)
+        held = sum(stop - start for start, stop in fetched_by(co, *facts))
+        sends, fetched = passed_rows(co, c, *facts)
+    # what is fetched is as attention sees it; a row of it
+    row = {name: batch * element_size * seen * sizes[name] for name in ("k", "v")}
     tail = {name: token // 2 * num_heads * sizes[name] for name in ("q", "out")}
 
     rows: list[Collective] = []
@@ -138,14 +150,21 @@ def describe(
         volume_sent = repeat * sum(volume[n] for n in names.split(","))
         rows.append(Collective(phase, kind, axis, repeat * times, names, volume_sent))
 
+    def add_messages(phase: Phase, messages: list[int]) -> None:
+        if messages:  # k and v of one rank travel in one
+            volume_sent = repeat * sum(messages) * (row["k"] + row["v"])
+            count = repeat * len(messages)
+            rows.append(Collective(phase, "p2p", "colossal", count, "k,v", volume_sent))
+
     exchanged = ("q", "k", "v") if overlap else ("q,k,v",)
     swaps = plan.load_balance and mirror_rank(rank, plan.cp_size) != rank
     if u > 1:
         for names in exchanged:
             add("forward", "all_to_all", "ulysses", names, away)
-    if c > 1:
+    if c > 1 and not fetches:
         add("forward", "all_gather", "colossal", "k", passed_on, parts)
         add("forward", "all_gather", "colossal", "v", passed_on, parts)
+    add_messages("forward", sends)
     if swaps:
         add("forward", "p2p", "cp", "q", tail)
         add("forward", "p2p", "cp", "out", tail)
@@ -162,7 +181,8 @@ def describe(
     if parts > 1:
         add("backward", "all_gather", "colossal", "k", passed_on, parts_again)
         add("backward", "all_gather", "colossal", "v", passed_on, parts_again)
-    if c > 1:
+    add_messages("backward", fetched)
+    if c > 1 and not fetches:
         times = parts_again if parts > 1 else 1
         add("backward", "reduce_scatter", "colossal", "k", passed_on, times)
         add("backward", "reduce_scatter", "colossal", "v", passed_on, times)
@@ -182,6 +202,9 @@ def describe(
     gather = resident + feature * c * max(head_size, v_head_size)
     if parts > 1:  # as they arrive they are attended; one slice is on its way, one comes back
         gather = resident + 2 * part
+    if fetches:  # messages out and in beside the rows that they become
+        resident = saved = held * (row["k"] + row["v"])
+        gather = resident + (sum(sends) + sum(fetched)) * (row["k"] + row["v"])
     if u > 1:  # the exchanged q, k, v stay, and K and V are made dense before they are gathered
         gather += token * num_heads * head_size + 2 * feature * (head_size + v_head_size)
     if swaps:  # tail halves of q and of the output, sent and received

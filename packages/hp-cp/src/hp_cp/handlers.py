@@ -32,9 +32,12 @@ from hp_cp.unwrap import (
     shard_range,
 )
 from hp_cp.varlen import register_varlen
+from hp_cp.windowed import Halo, check_band, fetch_band, halo_of
+from hp_cp.windowed_sdpa import windowed_sdpa
 from hp_mesh._torch import from_local, to_local
 from hp_mesh.checks import fail
 from hp_mesh.view import View, register_handler
+from hp_mesh.window import Range
 
 __all__ = ["register_attention_handlers"]
 
@@ -45,7 +48,8 @@ def register_attention_handlers() -> None:
     register_handler(F.dropout, _dropout)
     register_handler(torch.dropout, _dropout)
     for version, suffix in ((1, ""), (2, "_v2"), (3, "_v3")):
-        register_handler(f"npu::npu_fusion_attention{suffix}", _FusionHandler(version))
+        name = f"npu::npu_fusion_attention{suffix}"
+        register_handler(name, _FusionHandler(version), streams=True)
     register_packed_attention()
     register_varlen()
     register_sliding_window()
@@ -77,6 +81,8 @@ def _sdpa(
     if not any(view.owns(t) for t in tensors):
         return func(*args, **kwargs)  # DTensors of another mesh
     if view.streamed is not None and any(map(view.streamed.holds, tensors[1:])):
+        if isinstance(view.streamed, Halo):
+            return windowed_sdpa(view, view.streamed, tensors, mask, given, where)
         return streamed_sdpa(view, view.streamed, tensors, mask, given, where)
     q, k, v = (on_mesh(view, t) for t in tensors)
     seq_dim, head_dim = q.ndim - 2, q.ndim - 3 if q.ndim > 2 else None
@@ -159,10 +165,14 @@ class _FusionHandler:
             raise fail(where, f"input_layout ({layout!r}) must be one of {', '.join(_DIMS)}")
         seq_dim, head_dim = _DIMS[layout]
         placements: tuple[Placement, ...]
+        held: Range | None = None
         if any(view.owns(t) for t in tensors):
             q, k, v = (on_mesh(view, t) for t in tensors)
             placements, grads = tuple(q.placements), view.partial_grads(q.placements)
             window = query_window(view, q, seq_dim, k.size(seq_dim))
+            halo = halo_of(view, k, v, where)
+            if halo is not None:
+                check_band(halo, given, self.version, layout, where)
             unit = q.size(head_dim) // head_num if layout in ("BSH", "SBH") else 1
             first, last = shard_range(view.mesh, placements, head_dim, q.size(head_dim))
             heads, num_heads = (first // unit, last // unit), q.size(head_dim) // unit
@@ -182,8 +192,10 @@ class _FusionHandler:
                 key_rope = on_mesh(view, given["key_rope"])
                 given["key_rope"] = keys_beside(view, key_rope, q, seq_dim, where)
             q_local = to_local(q, grads)
-            k_local = keys_beside(view, k, q, seq_dim, where)
-            v_local = keys_beside(view, v, q, seq_dim, where)
+            if halo is None:
+                k_local, v_local = (keys_beside(view, x, q, seq_dim, where) for x in (k, v))
+            else:
+                k_local, v_local, held = fetch_band(view, halo, q, k, v, seq_dim, where)
         elif any(isinstance(t, DTensor) for t in tensors):
             return func(*args, **kwargs)
         else:
@@ -205,6 +217,7 @@ class _FusionHandler:
             given,
             heads=heads,
             num_heads=num_heads,
+            held=held,
             where=where,
         )
         seed = block_seed(

@@ -17,11 +17,12 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from hp_cp.attention.packed import packed_rows
 from hp_cp.unwrap import keys_beside, on_mesh, query_window
+from hp_cp.windowed import check_documents, drop_front, fetch_band, halo_of
 from hp_mesh._torch import from_local, to_local
 from hp_mesh.checks import require, require_positive
 from hp_mesh.documents import packed_window
 from hp_mesh.view import View, register_handler
-from hp_mesh.window import AttentionWindow
+from hp_mesh.window import AttentionWindow, Range
 
 __all__ = ["document_ends", "packed_attention", "register_packed_attention"]
 
@@ -87,7 +88,7 @@ def packed_attention(
 
 def register_packed_attention() -> None:
     """Let `packed_attention` run on this rank's rows inside every boundary."""
-    register_handler(packed_attention, _packed)
+    register_handler(packed_attention, _packed, streams=True)
 
 
 def _packed(
@@ -109,16 +110,16 @@ def _packed(
     }
     if not any(view.owns(t) for t in tensors):
         return _rows(query, key, value, view.window, ends, options)
-    q, k, v = (on_mesh(view, t) for t in tensors)
+    halo, held = halo_of(view, key, value, where), (0, key.size(0))
+    q = on_mesh(view, query)
     placements, grads = tuple(q.placements), view.partial_grads(q.placements)
-    result = _rows(
-        to_local(q, grads),
-        keys_beside(view, k, q, 0, where),
-        keys_beside(view, v, q, 0, where),
-        query_window(view, q, 0, k.size(0)),
-        ends,
-        options,
-    )
+    if halo is None:
+        k, v = (keys_beside(view, on_mesh(view, x), q, 0, where) for x in (key, value))
+    else:
+        check_documents(halo, ends, given["sliding_window"], given["causal"], where)
+        k, v, held = fetch_band(view, halo, q, key, value, 0, where)
+    window = query_window(view, q, 0, key.size(0))
+    result = _rows(to_local(q, grads), k, v, window, ends, options, held)
     return from_local(result, view.mesh, placements, grads)
 
 
@@ -129,14 +130,20 @@ def _rows(
     window: AttentionWindow,
     ends: tuple[list[int], list[int]],
     options: Mapping[str, Any],
+    held: Range | None = None,
 ) -> Tensor:
-    """Cut the documents to the rows of ``window``, and compute those."""
+    """Cut the documents to the rows of ``window``, and compute those; k holds the keys ``held``."""
     found = packed_window(
         (window.query_start, window.query_end), *ends, causal=bool(options["causal"])
     )
     assert found.query_lengths is not None and found.key_lengths is not None, "packed"
-    keys = slice(*found.keys)
-    return packed_rows(q, k[keys], v[keys], found.query_lengths, found.key_lengths, **options)
+    first, last = found.keys
+    # without what lies before the window the documents still end where they did
+    start = first if held is None else max(first, held[0])
+    key_ends = drop_front(found.key_lengths, start - first)
+    offset = 0 if held is None else held[0]
+    keys = slice(start - offset, last - offset)
+    return packed_rows(q, k[keys], v[keys], found.query_lengths, key_ends, **options)
 
 
 def _check_options(causal: bool, sliding_window: int | None, where: str = _WHERE) -> None:

@@ -19,6 +19,7 @@ from typing import Literal
 
 from hp_cp.description import Description, describe
 from hp_cp.gathers import check_keep_kv, check_kv_chunks, check_streamed_style
+from hp_cp.halo import check_window, check_window_arguments
 from hp_cp.heads import HeadTable, check_groups, cut_heads, degrees_of
 from hp_cp.style_arguments import check_degree
 from hp_mesh.checks import divisors, fail, require, require_divisible, require_positive
@@ -171,6 +172,16 @@ class Plan:
         """
         check_kv_chunks(self, kv_chunks, local_length, where=where)
 
+    def check_window(
+        self,
+        sliding_window: int | None,
+        sink_tokens: int = 0,
+        *,
+        where: str = "ContextParallel",
+    ) -> None:
+        """Refuse a window, of which only the keys are fetched, in a plan that gathers nothing."""
+        check_window(self, sliding_window, sink_tokens, where=where)
+
     def valid_degrees(self, num_heads: int) -> list[int]:
         """Return the Ulysses degrees that ``num_heads`` query heads allow on this many ranks."""
         return degrees_of(self.cp_size, num_heads)
@@ -190,6 +201,8 @@ class Plan:
         head_groups: int = 1,
         keep_kv: bool = True,
         kv_chunks: int = 1,
+        sliding_window: int | None = None,
+        sink_tokens: int = 0,
     ) -> Description:
         """Return the collectives and bytes of one forward and backward on ``rank``.
 
@@ -207,8 +220,19 @@ class Plan:
             keep_kv: Whether the gathered K and V are kept for backward, or gathered again there.
             kv_chunks: Number of parts in which K and V are gathered while attention runs, forward
                 and again in backward; then nothing gathered is kept.
+            sliding_window: Keys that a query sees, its own included, where only those are fetched.
+            sink_tokens: First keys that it sees as well.
         """
         self.check_keep_kv(keep_kv, where="Plan.describe")
+        self.check_window(sliding_window, sink_tokens, where="Plan.describe")
+        check_window_arguments(
+            "Plan.describe",
+            sliding_window,
+            sink_tokens,
+            keep_kv=keep_kv,
+            kv_chunks=kv_chunks,
+            overlap=overlap or head_groups > 1,
+        )
         self.check_kv_chunks(
             kv_chunks, self.split_length(seq_len, "Plan.describe"), where="Plan.describe"
         )
@@ -236,6 +260,8 @@ class Plan:
             overlap=overlap,
             keep_kv=keep_kv,
             kv_chunks=kv_chunks,
+            sliding_window=sliding_window,
+            sink_tokens=sink_tokens,
         )
 
 

@@ -15,6 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from hp_cp.attention.band import KeySpans, band_attention
 from hp_cp.unwrap import keys_beside, on_mesh, query_window
+from hp_cp.windowed import fetch_keys, halo_of
 from hp_mesh._torch import from_local, to_local
 from hp_mesh.checks import require, require_positive
 from hp_mesh.view import View, register_handler
@@ -72,7 +73,7 @@ def sliding_window_attention(
 
 def register_sliding_window() -> None:
     """Let `sliding_window_attention` run on this rank's rows inside every boundary."""
-    register_handler(sliding_window_attention, _sliding)
+    register_handler(sliding_window_attention, _sliding, streams=True)
 
 
 def _sliding(
@@ -89,18 +90,21 @@ def _sliding(
         _check(where, query, key, value, window, sinks, (here.query_length, here.key_length))
         spans = KeySpans(0, (0, here.key_length))
         return band_attention(query, key, value, start=here.query_start, spans=spans, **options)
-    q, k, v = (on_mesh(view, t) for t in tensors)
     whole = view.window.global_length
-    _check(where, q, k, v, window, sinks, (q.size(2) if view.is_balanced else whole, whole))
+    rows = query.size(2) if view.is_balanced else whole  # a half of q is told by the view
+    _check(where, query, key, value, window, sinks, (rows, whole))
+    halo = halo_of(view, key, value, where)
+    q = on_mesh(view, query)
     placements, grads = tuple(q.placements), view.partial_grads(q.placements)
-    result = band_attention(
-        to_local(q, grads),
-        keys_beside(view, k, q, 2, where),
-        keys_beside(view, v, q, 2, where),
-        start=query_window(view, q, 2, k.size(2)).query_start,
-        spans=KeySpans(0, (0, k.size(2))),
-        **options,
-    )
+    if halo is None:
+        k, v = (keys_beside(view, on_mesh(view, x), q, 2, where) for x in (key, value))
+        spans = KeySpans(0, (0, whole))
+    else:
+        what = f"sliding_window ({window}) and sink_tokens ({sinks})"
+        halo.check_window(where, what, min(window, whole), sinks if window < whole else 0)
+        k, v, spans = fetch_keys(view, halo, q, key, value, 2, where)
+    start = query_window(view, q, 2, whole).query_start
+    result = band_attention(to_local(q, grads), k, v, start=start, spans=spans, **options)
     return from_local(result, view.mesh, placements, grads)
 
 

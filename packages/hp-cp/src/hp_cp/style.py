@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hp_cp.balanced import BalancedBoundary
 from hp_cp.core_boundary import CPBoundary
 from hp_cp.gathers import check_streamed_style
+from hp_cp.halo import check_window_arguments
 from hp_cp.handlers import register_attention_handlers
 from hp_cp.plan import Plan, make_plan
 from hp_cp.style_arguments import check_style_arguments
@@ -70,6 +71,13 @@ class ContextParallel(BoundaryStyle):
             attention to the one before it runs; two are in memory at a time, and backward gathers
             them again. Inside, k and v are still the whole sequence, but only
             ``F.scaled_dot_product_attention`` may read across it. Default: 1, all at once.
+        sliding_window: In Colossal and Hybrid, what the module's attention may see: the last so
+            many keys, the query's own included. They are fetched from the ranks before this one,
+            and nothing is gathered. It changes what is sent, never what is computed: the module's
+            attention must say its window itself (`hp_cp.sliding_window_attention`, a band of
+            ``npu_fusion_attention``, a mask), and whatever would see more is refused. Default:
+            None, everything is gathered.
+        sink_tokens: With ``sliding_window``, how many first keys it may see as well. Default: 0.
 
     Example::
 
@@ -103,6 +111,8 @@ class ContextParallel(BoundaryStyle):
         outputs: Sequence[int | str] | None = None,
         keep_kv: bool = True,
         kv_chunks: int = 1,
+        sliding_window: int | None = None,
+        sink_tokens: int = 0,
     ) -> None:
         super().__init__()
         where = type(self).__name__
@@ -120,6 +130,16 @@ class ContextParallel(BoundaryStyle):
             head_groups=1,
             overlap=self.overlaps,
             where=where,
+        )
+        check_window_arguments(
+            where,
+            sliding_window,
+            sink_tokens,
+            load_balance=load_balance,
+            keep_kv=keep_kv,
+            kv_chunks=kv_chunks,
+            use_local_input=use_local_input,
+            overlap=self.overlaps,
         )
         for name, value, lengths in (
             ("qkv_indices", qkv_indices, (3,)),
@@ -152,6 +172,8 @@ class ContextParallel(BoundaryStyle):
         self.outputs = None if outputs is None else tuple(outputs)
         self.keep_kv = keep_kv
         self.kv_chunks = kv_chunks
+        self.sliding_window = sliding_window
+        self.sink_tokens = sink_tokens
 
     def __repr__(self) -> str:
         return (
@@ -168,6 +190,7 @@ class ContextParallel(BoundaryStyle):
         )
         plan.check_keep_kv(self.keep_kv, where=where)
         plan.check_kv_chunks(self.kv_chunks, where=where)
+        plan.check_window(self.sliding_window, self.sink_tokens, where=where)
         return self._boundary(plan, device_mesh)
 
     def _boundary(self, plan: Plan, device_mesh: DeviceMesh) -> CPBoundary:

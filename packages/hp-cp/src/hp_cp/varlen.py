@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hp_cp.packed import document_ends
 from hp_cp.unwrap import keys_beside, on_mesh, query_window
+from hp_cp.windowed import check_documents, drop_front, fetch_band, halo_of
 from hp_mesh._torch import from_local, to_local
 from hp_mesh.checks import fail, require
 from hp_mesh.documents import packed_window
@@ -28,7 +29,7 @@ _OPERATOR = "torch_attn::_varlen_attn"
 
 def register_varlen() -> None:
     """Let ``varlen_attn`` run on this rank's rows inside every boundary."""
-    register_handler(_OPERATOR, _varlen)
+    register_handler(_OPERATOR, _varlen, streams=True)
 
 
 def _varlen(
@@ -40,11 +41,12 @@ def _varlen(
     tensors = [given.pop(name) for name in ("query", "key", "value")]
     where = f"{view.where}: varlen_attn"
     placements: tuple[Any, ...] = ()
+    q: Any = None
     if any(view.owns(t) for t in tensors):
-        q, k, v = (on_mesh(view, t) for t in tensors)
+        q = on_mesh(view, tensors[0])
         placements, grads = tuple(q.placements), view.partial_grads(q.placements)
-        window, num_keys = query_window(view, q, 0, k.size(0)), k.size(0)
-        tensors = [to_local(q, grads), *(keys_beside(view, x, q, 0, where) for x in (k, v))]
+        num_keys = tensors[1].size(0)
+        window = query_window(view, q, 0, num_keys)
     elif any(isinstance(t, DTensor) for t in tensors):
         return tuple(func(*args, **kwargs))
     else:
@@ -66,10 +68,22 @@ def _varlen(
     is_causal = _is_causal(given, where)
     found = packed_window((window.query_start, window.query_end), *ends, causal=is_causal)
     q_local, *kv = tensors
-    kv = [x[slice(*found.keys)] for x in kv]
+    first, last = found.keys
+    start, offset = first, 0
+    if placements:
+        halo = halo_of(view, kv[0], kv[1], where)
+        if halo is None:
+            kv = [keys_beside(view, on_mesh(view, x), q, 0, where) for x in kv]
+        else:
+            left = (given.get("window_size") or (-1, -1))[0]
+            check_documents(halo, ends, None if left < 0 else left + 1, is_causal, where)
+            *kv, (offset, _) = fetch_band(view, halo, q, kv[0], kv[1], 0, where)
+            start = max(first, offset)
+        q_local = to_local(q, grads)
+    kv = [x[start - offset : last - offset] for x in kv]
     for name, of, lengths in (
         ("cu_seq_q", "max_q", found.query_lengths),
-        ("cu_seq_k", "max_k", found.key_lengths),
+        ("cu_seq_k", "max_k", drop_front(found.key_lengths or (), start - first)),
     ):
         starts = [0, *(lengths or ())]
         given[name] = torch.tensor(starts, dtype=given[name].dtype, device=given[name].device)

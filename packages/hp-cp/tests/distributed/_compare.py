@@ -203,7 +203,7 @@ def compare(
     by_kind = {k: n for k, n in sent.summary().items() if k != "preflight"}
     if check_traffic:
         seen = {k: (counted.count(k), counted.bytes(k)) for k in counted.summary()}
-        asked = {"keep_kv": options.get("keep_kv", True), "kv_chunks": options.get("kv_chunks", 1)}
-        predicted = case.predicted(rank, **asked)
+        sending = ("keep_kv", "kv_chunks", "sliding_window", "sink_tokens")
+        predicted = case.predicted(rank, **{n: options[n] for n in sending if n in options})
         assert seen == by_kind == predicted, f"{seen} counted, {by_kind} sent, {predicted} planned"
     return Sent(counted, by_kind)

@@ -217,6 +217,49 @@ def test_documents_of_tnd_are_cut(case: Case, mode: str) -> None:
     ranks(case.P).run(compare, case.but(layout="TND"), lambda: Fused("TND", **kwargs))
 
 
+@pytest.mark.parametrize("suffix", ["", "_v2"])
+@pytest.mark.parametrize("layout", ["BSHD", "BNSD", "TND"])
+@pytest.mark.parametrize("case", [COLOSSAL, HYBRID], ids=str)
+def test_a_band_fetches_the_keys_of_its_window(case: Case, layout: str, suffix: str) -> None:
+    """``sliding_window`` of the style, mode 4 of the kernel: the same numbers, no gather."""
+    word = "tokens" if suffix else "tockens"
+    kwargs: dict[str, Any] = {"atten_mask": COMPRESSED, "sparse_mode": 4}
+    kwargs |= {f"pre_{word}": 6, f"next_{word}": 0}
+    if layout == "TND":
+        kwargs |= {"actual_seq_qlen": [5, 17, 24], "actual_seq_kvlen": [5, 17, 24]}
+    else:
+        kwargs |= {"pse": randn(2, 12, 24, 24, seed=4), "sink": randn(12, seed=5).float()}
+    core = lambda: Fused(layout, suffix, **kwargs)  # noqa: E731 - a factory
+    options = {"sliding_window": 8, "sink_tokens": 2}  # more than the band needs
+    sent = ranks(case.P).run(compare, case.but(layout=layout), core, **options)
+    assert all("all_gather" not in one.by_kind for one in sent)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"sparse_mode": 3}, r"sparse_mode \(3\) must be 4 with atten_mask and next_tockens=0"),
+        ({"sparse_mode": 4, "pre_tockens": 8, "next_tockens": 0}, r"pre_tockens \(8\) must see"),
+        ({"sparse_mode": 4, "pre_tockens": 2}, "must be 4 with atten_mask and next_tockens=0"),
+    ],
+    ids=["causal", "wide", "looks-ahead"],
+)
+def test_a_kernel_that_sees_more_than_is_fetched_is_refused(
+    kwargs: dict[str, Any], message: str
+) -> None:
+    """Every rank reads the same numbers in the call."""
+    case = COLOSSAL
+
+    def on(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+        core = Fused("BSHD", atten_mask=COMPRESSED, **kwargs)
+        module = case.style(sliding_window=8).apply(core, mesh)
+        with pytest.raises(ValueError, match=message):
+            module(*(case.local(x, rank) for x in case.qkv()))
+
+    ranks(3).run(on)
+
+
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_local_tensors_get_the_window_too(case: Case) -> None:
     """``use_local_input=True``: the operator sees plain tensors, causality is still global."""

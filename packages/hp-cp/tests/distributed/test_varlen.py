@@ -93,6 +93,29 @@ def test_documents_of_varlen_attention_are_cut(case: Case, window: tuple[int, in
     ranks(case.P).run(compare, case, lambda: Varlen(bounds, window_size=window))
 
 
+@pytest.mark.parametrize("case", MODES[1:3], ids=str)
+def test_a_window_fetches_its_keys_and_gathers_nothing(case: Case) -> None:
+    """``sliding_window`` of the style, and documents no longer than that without a window."""
+    for bounds, window in (([0, 5, 17, 24], (3, 0)), ([0, 5, 11, 18, 24], (-1, 0))):
+        core = lambda b=bounds, w=window: Varlen(b, window_size=w)  # noqa: E731 - a factory
+        sent = ranks(case.P).run(compare, case, core, sliding_window=7)
+        assert all("all_gather" not in one.by_kind for one in sent)
+
+
+def test_documents_longer_than_the_window_are_refused_without_one() -> None:
+    """Causal over whole documents sees more than is fetched."""
+    case = MODES[1]
+
+    def on(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+        style = ContextParallel(0, 1, ulysses_degree=1, sliding_window=7)
+        module = style.apply(Varlen([0, 8, 24], window_size=(-1, 0)), mesh)
+        with pytest.raises(ValueError, match="documents of up to 16 tokens must see at most"):
+            module(*(case.local(x, rank) for x in case.qkv()))
+
+    ranks(3).run(on)
+
+
 def test_the_emulation_is_packed_attention() -> None:
     """The same documents, on one device."""
     q, k, v = MODES[0].qkv()

@@ -31,6 +31,7 @@ def cut_documents(
     mode: int,
     band_ends_at_diagonal: bool,
     where: str,
+    first_held: int = 0,
 ) -> Range:
     """Rewrite ``actual_seq_qlen`` and ``actual_seq_kvlen`` in place for the window's rows.
 
@@ -40,9 +41,10 @@ def cut_documents(
         mode: Sparse mode of the call; without ``atten_mask`` it has no effect.
         band_ends_at_diagonal: Whether a band (mode 4) shows no key past the diagonal.
         where: Name of the op, for errors.
+        first_held: First key that is here; a band shows none before it.
 
     Returns:
-        The range of keys that the local documents see.
+        The range of keys that the local documents see, from ``first_held`` on.
     """
     causal = args.get("atten_mask") is not None
     queries = _ranges(args, "actual_seq_qlen", window.global_length, where)
@@ -57,8 +59,11 @@ def cut_documents(
     )
     assert found.query_lengths is not None and found.key_lengths is not None, "packed"
     args["actual_seq_qlen"] = _like(args["actual_seq_qlen"], list(found.query_lengths))
-    args["actual_seq_kvlen"] = _like(args["actual_seq_kvlen"], list(found.key_lengths))
-    return found.keys
+    first, last = found.keys
+    start = max(first, first_held)
+    kept = [max(end - (start - first), 0) for end in found.key_lengths]
+    args["actual_seq_kvlen"] = _like(args["actual_seq_kvlen"], kept)
+    return start, last
 
 
 def _ranges(args: MutableMapping[str, Any], name: str, total: int, where: str) -> list[Range]:

@@ -60,6 +60,7 @@ def rewrite_fusion_attention(
     *,
     heads: Range | None = None,
     num_heads: int | None = None,
+    held: Range | None = None,
     where: str = "npu_fusion_attention",
 ) -> tuple[Tensor, Tensor, Tensor, int, dict[str, Any]]:
     """Return the arguments with which the kernel computes the window's rows of the global result.
@@ -78,6 +79,7 @@ def rewrite_fusion_attention(
         kwargs: The other arguments, by the name that ``version`` gives them.
         heads: This rank's query heads among ``num_heads``, to cut per-head arguments.
         num_heads: Number of query heads of the whole tensor.
+        held: The keys that ``k`` and ``v`` hold if not all: those that a band shows to these rows.
         where: Name of the op, for errors.
 
     Returns:
@@ -91,8 +93,9 @@ def rewrite_fusion_attention(
     _check_rows(
         {"query": q, "query_rope": args.get("query_rope")}, window.query_length, seq_dim, where
     )
+    low, high = (0, window.key_length) if held is None else held
     _check_rows(
-        {"key": k, "value": v, "key_rope": args.get("key_rope")}, window.key_length, seq_dim, where
+        {"key": k, "value": v, "key_rope": args.get("key_rope")}, high - low, seq_dim, where
     )
     if head_dim is not None:
         head_num = q.shape[head_dim]
@@ -109,21 +112,26 @@ def rewrite_fusion_attention(
     names = ("pre_tokens", "next_tokens") if version == 2 else ("pre_tockens", "next_tockens")
     if input_layout == "TND":
         band_ends_at_diagonal = mode != 4 or int(args.get(names[1], _NO_LIMIT)) <= 0
-        first, last = cut_documents(args, window, mode, band_ends_at_diagonal, where)
+        first, last = cut_documents(args, window, mode, band_ends_at_diagonal, where, low)
         if mask is not None:
             args["sparse_mode"] = 4 if mode == 4 else 3
     else:
-        first, last = _cut_dense(args, names, window, mode, where)
+        first, last = _cut_dense(args, names, window, mode, where, low)
     if mask is not None and mode in _CAUSAL_MODES:
         args["atten_mask"] = _compressed(mask, q)
-    k, v = k.narrow(seq_dim, first, last - first), v.narrow(seq_dim, first, last - first)
+    k, v = (x.narrow(seq_dim, first - low, last - first) for x in (k, v))
     if args.get("key_rope") is not None:
         args["key_rope"] = args["key_rope"].narrow(seq_dim, first, last - first)
     return q, k, v, head_num, args
 
 
 def _cut_dense(
-    args: dict[str, Any], names: tuple[str, str], window: AttentionWindow, mode: int, where: str
+    args: dict[str, Any],
+    names: tuple[str, str],
+    window: AttentionWindow,
+    mode: int,
+    where: str,
+    first_held: int,
 ) -> Range:
     """Rewrite mask, mode and tokens of a batched layout; return the range of keys that is kept."""
     pre, after = (int(args.get(name, _NO_LIMIT)) for name in names)
@@ -147,6 +155,7 @@ def _cut_dense(
                 moved = (_moved(pre, -down), _moved(after, down))
                 args.update({n: t for n, t in zip(names, moved, strict=True) if n in args})
             args["atten_mask"] = mask if mask.shape[-1] == 1 else mask[..., first:last]
+    first = max(first, first_held)  # a band is told from the corner at its end
     if args.get("pse") is not None:
         _refuse_compressed_bias(args["pse"], window, where)
         args["pse"] = cut_rows(args["pse"], window, "pse", where)[..., first:last]

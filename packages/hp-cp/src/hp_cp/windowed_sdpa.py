@@ -1,0 +1,78 @@
+"""``F.scaled_dot_product_attention`` under ``sliding_window``: a mask says the window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hp_cp.attention import window_sdpa
+from hp_cp.unwrap import block_seed, local_mask, on_mesh, query_window, shard_range
+from hp_cp.windowed import Halo, check_mask, fetch_keys, halo_of, rows_of_mask
+from hp_mesh._torch import from_local, to_local
+from hp_mesh.checks import fail
+from hp_mesh.view import View
+from hp_mesh.window import AttentionWindow
+
+__all__ = ["windowed_sdpa"]
+
+
+def windowed_sdpa(
+    view: View,
+    halo: Halo,
+    tensors: Sequence[Tensor],
+    mask: Tensor | None,
+    given: Mapping[str, Any],
+    where: str,
+) -> Tensor:
+    """Compute the op for this rank's rows, with the keys that its mask shows.
+
+    Args:
+        view: The active view.
+        halo: The window, whose keys are fetched.
+        tensors: q, k and v as the op got them.
+        mask: ``attn_mask``; without one the op sees keys that are not fetched.
+        given: The other arguments of the op.
+        where: Name of the op, for errors.
+    """
+    query, key, value = tensors
+    halo_of(view, key, value, where)  # both of the two, or neither
+    q = on_mesh(view, query)
+    seq_dim, length = q.ndim - 2, q.size(-2)
+    window = query_window(view, q, seq_dim, length)
+    if mask is None:
+        causal = given["is_causal"]
+        raise fail(
+            where,
+            f"is_causal ({causal}) without attn_mask sees {'all earlier' if causal else 'all'} "
+            f"keys, of which {halo.option} fetches those of a window; the call must say its window",
+            "call hp_cp.sliding_window_attention, which is the same on one device, pass a mask of "
+            f"the window, or leave {halo.option} out",
+        )
+    if given["is_causal"]:
+        raise RuntimeError(  # torch's own words, as in hp_cp.attention.sdpa
+            "_scaled_dot_product_attention: Explicit attn_mask should not be set when "
+            "is_causal=True"
+        )
+    check_mask(halo, mask, length, where)
+    k, v, spans = fetch_keys(view, halo, q, key, value, seq_dim, where)
+    rows = rows_of_mask(mask, window.query_start, window.query_length, spans)
+    head_dim = q.ndim - 3 if q.ndim > 2 else None
+    placements, grads = tuple(q.placements), view.partial_grads(q.placements)
+    result = window_sdpa(
+        to_local(q, grads),
+        k,
+        v,
+        # the mask says everything: these rows of these keys are a whole of their own
+        AttentionWindow(0, window.query_length, spans.length, window.query_length),
+        attn_mask=local_mask(view, rows, q, head_dim),
+        heads=None
+        if head_dim is None
+        else shard_range(view.mesh, placements, head_dim, q.size(head_dim)),
+        num_heads=None if head_dim is None else q.size(head_dim),
+        dropout_seed=block_seed(view, placements, given["dropout_p"]),
+        where=where,
+        **given,
+    )
+    return from_local(result, view.mesh, placements, grads)
