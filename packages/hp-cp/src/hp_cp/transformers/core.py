@@ -78,7 +78,7 @@ class CoreAttention(nn.Module):
             return stock(layer, query, key, value, attention_mask, **options)
 
         mask = _own_rows(attention_mask, window, call)
-        _check_options(options, mask, window)
+        _check_options(options, mask, window, implementation)
         groups = query.shape[1] // key.shape[1]
         if implementation == "sdpa":
             return _sdpa(layer, query, key, value, mask, window, groups, options), None
@@ -178,13 +178,19 @@ def _own_rows(
     return mask
 
 
-def _check_options(options: dict[str, Any], mask: Tensor | None, window: AttentionWindow) -> None:
-    for name in ("position_bias", "s_aux", "softcap"):
+def _check_options(
+    options: dict[str, Any], mask: Tensor | None, window: AttentionWindow, implementation: str
+) -> None:
+    # a model's own eager attention applies soft caps and learned sinks to the scores, which are
+    # those of this rank's rows and heads; sdpa drops them in silence
+    on_scores = () if implementation == "eager" else ("s_aux", "softcap")
+    for name in ("position_bias", *on_scores):
         require(
             options.get(name) is None,
             _WHERE,
-            f"{name} must be None under context parallelism",
-            "models with attention biases, sinks or soft caps are not supported yet",
+            f"{name} must be None under context parallelism with {implementation}",
+            "soft caps and learned sinks need attn_implementation='eager'; biases of positions are "
+            "not supported",
         )
     size = options.get("sliding_window")
     require(
