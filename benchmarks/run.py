@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -57,13 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Print the rows as a table, one column for each key."""
-    table = Table(title=title)
-    for key in rows[0]:
-        table.add_column(key, justify="left" if key == "case" else "right")
-    for row in rows:
-        table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    """Print the rows as a table, one column for each key; a table for each set of keys."""
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for keys, of_table in itertools.groupby(rows, key=tuple):
+        table = Table(title=title)
+        for key in keys:
+            table.add_column(key, justify="left" if key == "case" else "right")
+        for row in of_table:
+            table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()))
+        console.print(table)
 
 
 if __name__ == "__main__":

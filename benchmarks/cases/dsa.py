@@ -1,8 +1,10 @@
-"""DSA's operators against their reference: time, and memory beyond inputs and outputs.
+"""DSA's operators against their reference, and one layer on gloo ranks.
 
 Rounds are interleaved; ``speedup`` is the median over rounds of the reference's time over the
 operator's. A row passes when its results agree with the reference's and it keeps its limits: the
 indexer at 4096 tokens, 8 heads, K 512 has to stay below 0.15 GiB and be 3 times as fast.
+
+On a CPU a layer runs on ranks, too: see `dsa_rows.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from dsa_rows import layer_rows
 from torch import Tensor
 
 from hp_dsa import ops
@@ -85,7 +88,8 @@ def run(rounds: int, device: str = "cpu") -> list[dict[str, Any]]:
     """Return a row for each operator and, on CUDA, for each implementation of it."""
     torch.set_num_threads(1)
     names = ("tiled",) if device == "cpu" else ("tiled", "triton")
-    return [measure(bench, name, rounds, device) for bench in BENCHES for name in names]
+    rows = [measure(bench, name, rounds, device) for bench in BENCHES for name in names]
+    return rows if device != "cpu" else [*rows, *layer_rows(rounds)]
 
 
 def measure(bench: Bench, name: str, rounds: int, device: str) -> dict[str, Any]:
