@@ -127,6 +127,8 @@ class Device(Described):
         attention_saturation: Query tokens x heads of one call at which half of that is reached.
         attention_backward: Time of attention's backward over its forward; 2.5 (five products
             instead of two) where it is not given.
+        attention_tile: Keys that a causal kernel takes at a time: it leaves out whole tiles only.
+            One, exact skipping, where it is not given.
         memory_GBps: Memory bandwidth.
         memory_efficiency: Achieved part of it in copies.
         memory_GiB: Memory that a process can use.
@@ -141,6 +143,7 @@ class Device(Described):
     attention_efficiency: Fraction
     attention_saturation: Number
     attention_backward: Annotated[Number, between(0.5, 20, "(a factor)")] | None = None
+    attention_tile: Annotated[Number, between(1, 8192, "keys")] | None = None
     memory_GBps: Annotated[Number, between(0.1, 50000, "GB/s")]
     memory_efficiency: Fraction
     memory_GiB: Annotated[Number, between(0.1, 2000, "GiB")]

@@ -88,7 +88,7 @@ class LayerCost:
         self.gathers_latent = config.gather == "latent" and layer.latent_size is not None
         if self.gathers_latent:
             self.moves = _with_latent(self.moves, latent_bytes(layer, workload), workload)
-        shares = work_shares(plan, layer, workload)
+        shares = work_shares(plan, layer, workload, self.price.attention_tile)
         even = sum(shares) / len(shares) * stretch(cluster, workload.num_ranks)
         self.pairs = waits_for(cluster, shares, workload)
         self.imbalance = self.pairs / even

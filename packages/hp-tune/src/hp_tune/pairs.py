@@ -10,7 +10,7 @@ from hp_mesh.window import Range
 from hp_tune.model import Attention
 from hp_tune.workload import Workload
 
-__all__ = ["causal_pairs", "document_ends", "seen_pairs", "work_shares"]
+__all__ = ["causal_pairs", "document_ends", "seen_pairs", "tiled_pairs", "work_shares"]
 
 
 def causal_pairs(start: int, stop: int, window: int | None = None) -> int:
@@ -24,6 +24,21 @@ def causal_pairs(start: int, stop: int, window: int | None = None) -> int:
         return full * (full + 1) // 2 + (rows - full) * (window or 0)
 
     return below(stop) - below(start)
+
+
+def tiled_pairs(rows: int, tile: int) -> int:
+    """Return the pairs that a causal kernel computes of ``rows`` on as many keys.
+
+    A row takes its own key and all before it, up to the end of the tile of keys::
+
+        tile 2, 5 rows    x x . . .
+                          x x . . .
+                          x x x x .
+                          x x x x .
+                          x x x x x
+    """
+    whole, rest = divmod(rows, tile)
+    return tile * tile * whole * (whole + 1) // 2 + rest * rows
 
 
 @lru_cache(maxsize=64)
@@ -51,11 +66,17 @@ def document_ends(seq_len: int, documents: tuple[tuple[int, float], ...]) -> tup
 
 
 def seen_pairs(
-    rows: Range, layer: Attention, workload: Workload, *, window: int | None = None
+    rows: Range,
+    layer: Attention,
+    workload: Workload,
+    *,
+    window: int | None = None,
+    tile: int = 1,
 ) -> int:
     """Return the pairs that the kernel computes for ``rows``; ``window`` replaces the layer's.
 
-    A kernel that does not skip masked blocks computes all of them.
+    A kernel that does not skip masked blocks computes all of them. One that skips leaves out whole
+    tiles of keys, counted from the first of ``rows``: all keys before it are seen by every row.
     """
     start, stop = rows
     S = workload.seq_len
@@ -73,24 +94,30 @@ def seen_pairs(
         a, b = max(first, start), min(end, stop)
         if a >= b:
             continue
-        if workload.causal:
+        if workload.causal and limit is None:
+            pairs += (b - a) * (a - first) + tiled_pairs(b - a, tile)
+        elif workload.causal:
             pairs += causal_pairs(a - first, b - first, limit)
         else:
             pairs += (b - a) * (end - first)
     return pairs
 
 
-def work_shares(plan: Plan, layer: Attention, workload: Workload) -> list[int]:
-    """Return the (query, key) pairs of each Colossal index, read from the plan's rows."""
+def work_shares(plan: Plan, layer: Attention, workload: Workload, tile: int = 1) -> list[int]:
+    """Return the (query, key) pairs of each Colossal index, read from the plan's rows.
+
+    ``tile`` is that of the kernel, see `seen_pairs`.
+    """
     return [
         _all(
             ((rows.query_start, rows.query_end) for rows in plan.rows(rank, workload.seq_len)),
             layer,
             workload,
+            tile,
         )
         for rank in range(0, plan.cp_size, plan.ulysses_degree)
     ]
 
 
-def _all(ranges: Iterable[Range], layer: Attention, workload: Workload) -> int:
-    return sum(seen_pairs(rows, layer, workload) for rows in ranges)
+def _all(ranges: Iterable[Range], layer: Attention, workload: Workload, tile: int) -> int:
+    return sum(seen_pairs(rows, layer, workload, tile=tile) for rows in ranges)

@@ -52,6 +52,8 @@ class Pricing:
         self.copy_rate = device.memory_GBps.value * 1e9 * device.memory_efficiency.value / share
         backward = device.attention_backward
         self.attention_backward = 2.5 if backward is None else backward.value
+        tile = device.attention_tile
+        self.attention_tile = 1 if tile is None else int(tile.value)
         self.launch = device.launch_us.value * 1e-6 * share
 
     def gemm(self, name: str, tokens: float, macs: float, times: int, key: str = "") -> Piece:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from hp_tune.pairs import tiled_pairs
 from hp_tune.profile.shapes import cp_shapes
 
 START_MS, GBPS, PEAK = 0.5, 2.0, 0.1e12
 """Start and bandwidth of every collective, and what a rank alone on a core computes per second."""
-SATURATION, EFFICIENCY, BACKWARD = 300.0, 0.4, 3.0
+SATURATION, EFFICIENCY, BACKWARD, TILE = 300.0, 0.4, 3.0, 128
 
 
 def answer(
@@ -16,26 +17,28 @@ def answer(
 ) -> dict[str, Any]:
     """What ranks find where everything is as the constants say, ``world / cores`` times slower."""
     slow = max(1.0, world / cores) if cores else 1.0
+    rows: list[dict[str, Any]] = []
 
-    def computed(flops: float, share: float = 1.0) -> float:
-        return flops / (PEAK * share) * 1e3 * slow
+    def add(what: str, alone_ms: float, **row: Any) -> None:
+        times = {"ms": alone_ms * slow} | ({"busy_ms": alone_ms} if cores else {})
+        rows.append({"what": what, **row, **times})
 
-    rows: list[dict[str, Any]] = [
-        {"what": "gemm", "flops": 2 * n**3, "ms": computed(2 * n**3, share)}
-        for n, share in ((128, 0.5), (256, 0.8), (512, 1.0))
-    ]
-    rows += [
-        {"what": "copy", "bytes": 4e6, "ms": 2 * 4e6 / 8e9 * 1e3 * slow},
-        {"what": "pack", "bytes": 4e6, "ms": 2 * 4e6 / 2e9 * 1e3 * slow},
-        {"what": "launch", "ms": 0.01 * slow},
-    ]
-    for queries, keys in ((64, 64), (256, 256), (1024, 1024), (256, 1024)):
-        flops = 4.0 * 4 * 64 * queries * keys
-        busy = queries * 4
-        row = {"rows": busy, "flops": flops}
-        ms = computed(flops, EFFICIENCY * busy / (busy + SATURATION))
-        rows.append({**row, "what": "attention", "ms": ms})
-        rows.append({**row, "what": "attention backward", "ms": BACKWARD * ms})
+    for n, share in ((128, 0.5), (256, 0.8), (512, 1.0)):
+        add("gemm", 2 * n**3 / (PEAK * share) * 1e3, flops=2 * n**3)
+    add("copy", 2 * 4e6 / 8e9 * 1e3, bytes=4e6)
+    add("pack", 2 * 4e6 / 2e9 * 1e3, bytes=4e6)
+    add("launch", 0.01)
+    for queries, keys, causal in (
+        (64, 64, False), (256, 1024, False), (1024, 1024, False),
+        (128, 128, True), (512, 512, True), (1024, 1024, True),
+    ):  # fmt: skip
+        pairs = tiled_pairs(queries, 1) if causal else queries * keys
+        computed = tiled_pairs(queries, TILE) if causal else pairs
+        busy, flop = queries * 4, 4.0 * 4 * 64
+        ms = flop * computed / (PEAK * EFFICIENCY * busy / (busy + SATURATION)) * 1e3
+        row = {"rows": busy, "length": queries, "flops": flop * pairs, "causal": causal}
+        add("attention", ms, **row)
+        add("attention backward", BACKWARD * ms, **row)
     sizes = [4096 * 4**power for power in range(6)]
     collectives = [
         {

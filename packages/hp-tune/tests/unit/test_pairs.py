@@ -8,7 +8,7 @@ import pytest
 
 from hp_cp.plan import make_plan
 from hp_tune.model import Attention
-from hp_tune.pairs import document_ends, seen_pairs, work_shares
+from hp_tune.pairs import document_ends, seen_pairs, tiled_pairs, work_shares
 from hp_tune.workload import Workload
 
 
@@ -81,3 +81,27 @@ def test_a_kernel_that_does_not_skip_computes_everything() -> None:
     workload = Workload(seq_len=96, cp_size=4, skips_masked=False, documents=((8, 1.0),))
 
     assert seen_pairs((24, 48), layer(window=4, kind="sliding"), workload) == 24 * 96
+
+
+@pytest.mark.parametrize("tile", [1, 2, 5, 16, 64, 512])
+def test_tiled_pairs_equal_a_loop(tile: int) -> None:
+    """A row takes keys up to the end of its tile, and no kernel takes more than there are."""
+    for rows in (1, 5, 16, 63):
+        brute = sum(min(rows, (row // tile + 1) * tile) for row in range(rows))
+        assert tiled_pairs(rows, tile) == brute
+    workload = Workload(seq_len=96, cp_size=4)
+    seen = seen_pairs((24, 48), layer(), workload, tile=tile)
+    assert seen == 24 * 24 + tiled_pairs(24, tile), "every row sees all keys before the first"
+
+
+def test_shorter_blocks_of_rows_waste_less_on_tiles() -> None:
+    """With tiles of half the sequence Ulysses computes 1.5 times its pairs, gathered rows less."""
+    workload = Workload(seq_len=1024, cp_size=4)
+
+    def total(u: int, balance: bool = False) -> float:
+        shares = work_shares(make_plan(4, u, balance), layer(), workload, 512)
+        return sum(shares) * u / (1024 * 1025 / 2)
+
+    assert total(4) / 4 == pytest.approx(1.5, rel=0.01)
+    assert total(1) == pytest.approx(1.25, rel=0.01)
+    assert total(1, balance=True) == pytest.approx(1.125, rel=0.01)

@@ -26,7 +26,7 @@ from hp_tune.space import enumerate_space
 from hp_tune.torchrun import Launcher
 from hp_tune.workload import Workload
 
-from ._profiled import BACKWARD, EFFICIENCY, GBPS, PEAK, SATURATION, START_MS, answer
+from ._profiled import BACKWARD, EFFICIENCY, GBPS, PEAK, SATURATION, START_MS, TILE, answer
 
 MIB = 2**20
 
@@ -97,6 +97,8 @@ def test_a_whole_description_gives_the_numbers_back(found: Cluster, tmp_path: Pa
     assert device.attention_saturation.value == pytest.approx(SATURATION, rel=0.01)
     assert device.attention_backward is not None
     assert device.attention_backward.value == pytest.approx(BACKWARD)
+    assert device.attention_tile is not None
+    assert device.attention_tile.value == TILE
     assert device.memory_GBps.value == pytest.approx(8)
     assert device.memory_efficiency.value == pytest.approx(0.25)
     assert device.launch_us.value == pytest.approx(10)
@@ -128,12 +130,12 @@ def test_predictions_on_the_description_rest_on_measured_numbers(found: Cluster)
 
 
 def test_hosts_of_their_own_share_their_own_cores(tmp_path: Path) -> None:
-    """Ranks on two machines: each host's share its cores, and rates follow."""
+    """Ranks on two machines: each host's share its cores; rates are those of one core anyway."""
     content = describe(answer(places="aabb", cores=1), name="two", base=None, known=None)
     cluster = write_cluster(content, tmp_path / "c.yaml", heading="x")
 
     assert (cluster.shared_cores, cluster.shared_by) == (1, 2)
-    assert cluster.device.peak_TFLOPS["fp32"].value == pytest.approx(PEAK / 1e12 / 4 * 2)
+    assert cluster.device.peak_TFLOPS["fp32"].value == pytest.approx(PEAK / 1e12)
 
 
 def test_an_overlay_keeps_the_vendors_peaks_and_names(tmp_path: Path) -> None:
@@ -141,7 +143,7 @@ def test_an_overlay_keeps_the_vendors_peaks_and_names(tmp_path: Path) -> None:
     base = read_cluster("hgx-h100")
     slow = answer(world=16, nproc=8, cores=None, places="a" * 8 + "b" * 8, dtype="bf16")
     for row in slow["compute"]["rows"]:
-        row["ms"] /= 4000
+        row["ms"] /= 4000  # as an accelerator
     content = describe(slow, name="ours", base="hgx-h100", known=base)
     cluster = write_cluster(content, tmp_path / "ours.yaml", heading="x")
 

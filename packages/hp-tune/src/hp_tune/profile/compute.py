@@ -19,13 +19,15 @@ HEADS, HEAD_SIZE = 4, 64
 def measure_compute(
     clock: Clock, dtype: torch.dtype, *, lengths: list[int], copied: int, gemm: int, rounds: int
 ) -> dict[str, Any]:
-    """Return rows of matrix products, copies, attention and launches, in ms.
+    """Return rows of matrix products, copies, attention and launches.
+
+    ``ms`` is wall time; ``busy_ms`` processor time of the busiest rank, where that is the device.
 
     Args:
         clock: Of this rank.
         dtype: Of products and attention.
-        lengths: Sequence lengths of attention: causal on each, and a quarter of the rows on all
-            keys of the longest, as a rank of a gather sees them.
+        lengths: Sequence lengths of attention: causal, and a quarter of the rows on all keys, as a
+            rank of a gather sees them; all rows on all keys of the longest.
         copied: Bytes of a copy.
         gemm: Rows and columns of the largest product; smaller ones are measured, too.
         rounds: Timed rounds.
@@ -53,10 +55,11 @@ def measure_compute(
     add("launch", lambda: small.add_(1), what="launch")
     longest = max(lengths)
     shapes = [(length, length, True) for length in lengths]
-    shapes += [(longest // 4, longest, False), (longest, longest, False)]
+    shapes += [(length // 4, length, False) for length in lengths] + [(longest, longest, False)]
     for queries, keys, causal in dict.fromkeys(shapes):
         pairs = queries * (queries + 1) // 2 if causal else queries * keys
-        row = {"rows": queries * HEADS, "flops": 4 * HEADS * HEAD_SIZE * pairs, "causal": causal}
+        flops = 4 * HEADS * HEAD_SIZE * pairs
+        row = {"rows": queries * HEADS, "length": queries, "flops": flops, "causal": causal}
         forward, backward = _attention(queries, keys, causal, dtype, device)
         name = f"{queries} x {keys}{' causal' if causal else ''}"
         add(f"attention {name}", forward, what="attention", **row)
@@ -66,6 +69,7 @@ def measure_compute(
         "dtype": str(dtype).removeprefix("torch."),
         "rows": [
             {**row, "ms": times.ms, "low": times.low, "high": times.high}
+            | ({"busy_ms": times.busy_ms} if device.type == "cpu" else {})
             for row, times in zip(rows, found.values(), strict=True)
         ],
     }

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from math import log
 from typing import Any
 
 from hp_tune.cluster import Cluster, Tier
 from hp_tune.collective_times import CollectiveTimes
+from hp_tune.pairs import tiled_pairs
 from hp_tune.profile.smooth import ascending
 
 __all__ = ["describe"]
 
+TILES = (1, 64, 128, 256, 512, 1024)
 CURVES = ("all_to_all", "all_gather", "reduce_scatter")
 Found = Mapping[str, Any]
 
@@ -38,8 +41,7 @@ def describe(found: Found, *, name: str, base: str | None, known: Cluster | None
     made |= {"name": name, "description": _description(found)}
     sharing = _sharing(found)
     made |= sharing
-    share = _stretch(found, sharing)
-    made["device"] = _device(found, known, share, ref)
+    made["device"] = _device(found, known, ref)
     times = [
         times_of(row, found["world_size"], ref, cores=bool(sharing)) for row in found["collectives"]
     ]
@@ -88,21 +90,20 @@ def _sharing(found: Found) -> dict[str, int]:
     return {"shared_cores": found["cores"], "shared_by": together}
 
 
-def _stretch(found: Found, sharing: Mapping[str, int]) -> float:
-    """Return how much longer all ranks took together than one would have alone."""
-    ranks = sharing.get("shared_by", found["world_size"])
-    return max(1.0, ranks / sharing["shared_cores"]) if sharing else 1.0
+def _alone(row: Found) -> float:
+    """Return the ms of a row on a device of its own: processor time where ranks share cores."""
+    return float(row.get("busy_ms", row["ms"]))
 
 
-def _device(found: Found, known: Cluster | None, share: float, ref: str) -> dict[str, Any]:
+def _device(found: Found, known: Cluster | None, ref: str) -> dict[str, Any]:
     rows = found["compute"]["rows"]
 
     def rates(what: str, unit: str) -> list[float]:
-        return [row[unit] / row["ms"] * 1e3 * share for row in rows if row["what"] == what]
+        return [row[unit] / _alone(row) * 1e3 for row in rows if row["what"] == what]
 
     gemms = rates("gemm", "flops")
     dense, pack = 2 * rates("copy", "bytes")[0] / 1e9, 2 * rates("pack", "bytes")[0] / 1e9
-    launch = next(row["ms"] for row in rows if row["what"] == "launch") * 1e3 / share
+    launch = next(_alone(row) for row in rows if row["what"] == "launch") * 1e3
     peak, memory, made = max(gemms), dense, dict[str, Any]()
     if known is None:
         made |= {
@@ -125,12 +126,14 @@ def _device(found: Found, known: Cluster | None, share: float, ref: str) -> dict
                 **{key: value.model_dump() for key, value in known.device.peak_TFLOPS.items()},
                 found["dtype"]: measured(peak / 1e12, f"{ref}, largest of products"),
             }
-    efficiency, saturation = _attention(rows, peak / share)
+    efficiency, saturation = _attention(rows, peak)
+    tile = _tile(rows, peak, efficiency, saturation)
     made |= {
         "gemm_efficiency": measured(_part(statistics.median(gemms) / peak), ref),
         "attention_efficiency": measured(_part(efficiency), ref),
         "attention_saturation": measured(saturation, ref),
         "attention_backward": measured(_backward(rows), ref),
+        "attention_tile": measured(tile, f"{ref}, causal beside full"),
         "memory_efficiency": measured(_part(pack / memory), f"{ref}, heads to the front"),
         "launch_us": measured(max(0.01, launch), ref),
     }
@@ -152,9 +155,9 @@ def _attention(rows: Sequence[Found], peak: float) -> tuple[float, float]:
 
     A straight line through ``(1 / rows, 1 / rate)``, by least squares of the relative error.
     """
-    found = [row for row in rows if row["what"] == "attention"]
+    found = [row for row in rows if row["what"] == "attention" and not row["causal"]]
     xs: list[float] = [1 / row["rows"] for row in found]
-    ys: list[float] = [row["ms"] / 1e3 / row["flops"] for row in found]
+    ys: list[float] = [_alone(row) / 1e3 / row["flops"] for row in found]
     weights = [1 / y**2 for y in ys]
     total = sum(weights)
     mean_x, mean_y = (
@@ -171,10 +174,26 @@ def _attention(rows: Sequence[Found], peak: float) -> tuple[float, float]:
     return 1 / (intercept * peak), max(1.0, slope / intercept)
 
 
+def _tile(rows: Sequence[Found], peak: float, efficiency: float, saturation: float) -> int:
+    """Return the tile of keys with which causal attention fits full attention best."""
+    found = [row for row in rows if row["what"] == "attention" and row["causal"]]
+
+    def misses(tile: int) -> float:
+        """Sum up squares of how many times longer it took than with this tile."""
+        total = 0.0
+        for row in found:
+            rate = peak * efficiency * row["rows"] / (row["rows"] + saturation)
+            more = tiled_pairs(row["length"], tile) / tiled_pairs(row["length"], 1)
+            total += log(_alone(row) / 1e3 / (row["flops"] * more / rate)) ** 2
+        return total
+
+    return min(TILES, key=misses)
+
+
 def _backward(rows: Sequence[Found]) -> float:
     """Return the time of backward over that of forward, of the median shape."""
-    forward: list[float] = [row["ms"] for row in rows if row["what"] == "attention"]
-    backward: list[float] = [row["ms"] for row in rows if row["what"] == "attention backward"]
+    forward = [_alone(row) for row in rows if row["what"] == "attention"]
+    backward = [_alone(row) for row in rows if row["what"] == "attention backward"]
     ratios = [b / f for f, b in zip(forward, backward, strict=True)]
     return min(20.0, max(0.5, statistics.median(ratios)))
 

@@ -29,12 +29,15 @@ class Found:
         ms: Median over the rounds.
         low, high: The quarter and the three quarters of the rounds.
         cpu_ms: Processor time of all ranks together, median over the rounds.
+        busy_ms: Processor time of the rank that used most, likewise: what it takes alone on a core,
+            however many others want it.
     """
 
     ms: float
     low: float
     high: float
     cpu_ms: float
+    busy_ms: float
 
 
 class Clock:
@@ -71,19 +74,23 @@ class Clock:
         """Time every piece once in each of ``rounds``, after one that does not count."""
         walls: dict[str, list[float]] = {name: [] for name in pieces}
         used: dict[str, list[float]] = {name: [] for name in pieces}
+        most: dict[str, list[float]] = {name: [] for name in pieces}
         for number in range(rounds + 1):
             once = [self.once(piece) for piece in pieces.values()]
             longest = self.longest([wall for wall, _ in once])
+            busiest = self.longest([cpu for _, cpu in once])
             together = self._over_ranks([cpu for _, cpu in once], dist.ReduceOp.SUM)
             if number > 0:
-                for name, wall, cpu in zip(pieces, longest, together, strict=True):
-                    walls[name].append(wall)
-                    used[name].append(cpu)
+                for at, name in enumerate(pieces):
+                    walls[name].append(longest[at])
+                    used[name].append(together[at])
+                    most[name].append(busiest[at])
         return {
             name: Found(
                 statistics.median(walls[name]),
                 *_quarters(walls[name]),
                 statistics.median(used[name]),
+                statistics.median(most[name]),
             )
             for name in pieces
         }
