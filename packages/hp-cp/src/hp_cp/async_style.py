@@ -68,10 +68,10 @@ class AsyncContextParallel(ContextParallel):
         where = type(self).__name__
         self.head_groups = require_positive(where, "head_groups", head_groups)
         require(
-            head_groups == 1 or not self.load_balance,
+            head_groups == 1 or not (self.load_balance or self.balance_hybrid),
             where,
             f"head_groups ({head_groups}) must be 1 with load_balance=True, which calls the module "
-            "for halves of q already",
+            "for halves of q already (as balance_hybrid=True does)",
             "leave one of them out",
         )
         require(
@@ -134,8 +134,9 @@ class AsyncContextParallel(ContextParallel):
             return module
         if missing:
             reason = f"{', '.join(missing)} not given"
-        elif self.load_balance:
-            reason = "load_balance=True swaps q at the boundary"
+        elif self.load_balance or self.balance_hybrid:
+            option = "load_balance" if self.load_balance else "balance_hybrid"
+            reason = f"{option}=True swaps q at the boundary"
         if reason is not None:
             warn_once(f"{where}: {reason}; {type(module).__name__} exchanges synchronously")
             return module

@@ -4,6 +4,10 @@ The rows of the second call travel to this rank before the first, and its output
 
     rank r        q = [head | tail]      call 1: head          call 2: tail of the mirror rank
                         tail <-> mirror rank                          out <-> mirror rank
+
+In Hybrid this happens behind the exchange of heads: rows are those of the Ulysses group, whose
+ranks hold different heads of them, and the mirror is the rank with the same heads in the mirror
+group. The halves of the output are put together before heads are traded back.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from hp_comm import merge_head_tail, split_head_tail
 from hp_cp.call import Call, refuse_inner_hooks
@@ -43,22 +48,31 @@ class _BalancedCall(Call):
 
 
 class BalancedBoundary(CPBoundary):
-    """The boundary of a style with ``load_balance=True``."""
+    """The boundary of a style with ``load_balance=True`` or ``balance_hybrid=True``."""
+
+    @property
+    def _mirrors(self) -> ProcessGroup:
+        """The ranks among which tails are traded: those that gather K and V."""
+        return self.group if self.colossal_group is None else self.colossal_group
 
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _BalancedCall:
         """Do as without balance, and trade the tail of q for the mirror rank's."""
-        refuse_inner_hooks(module, "load_balance", self.where)
+        refuse_inner_hooks(module, self._option, self.where)
         inputs = self._agree(args, kwargs)
         q, k, v = self._send(inputs)
-        head, tail = split_head_tail(q, self.group, seq_dim=inputs.dims[0])
+        head, tail = split_head_tail(q, self._mirrors, seq_dim=inputs.dims[0])
         view = self._view(inputs)
         args, kwargs = self._hand_over(args, kwargs, inputs, view, (head, k, v))
         call = _BalancedCall(args, kwargs, view, inputs, tail=self._wrap(tail, 0, inputs, view))
         call.versions = [_version(x) for x in read_slots(args, kwargs, inputs.slots)[1:]]
         self._forget(call, inputs, (k, v), args, kwargs)
         return call
+
+    @property
+    def _option(self) -> str:
+        return self.plan.balance_option.removesuffix("=True")
 
     def _view_length(self, inputs: Inputs) -> int:
         return self._length(inputs) // 2
@@ -68,7 +82,7 @@ class BalancedBoundary(CPBoundary):
         assert isinstance(entry, _BalancedCall), "made by enter"
         heads: list[tuple[Tensor, OutputDims]] = []
         with entry.view.paused():
-            self._map(entry, output, lambda x: heads.append(self._return(entry, x)))
+            self._map(entry, output, lambda x: heads.append(self._take(entry, x)))
         self._refuse_writes(entry)
         _, entry.view.window = self.plan.rows(self.rank, self._length(entry.inputs))
         args, kwargs = replace_slots(entry.args, entry.kwargs, entry.inputs.slots[:1], [entry.tail])
@@ -77,12 +91,12 @@ class BalancedBoundary(CPBoundary):
 
         def join(x: Tensor) -> Tensor:
             head, dims = next(queue)
-            tail, _ = self._return(entry, x)
-            whole = merge_head_tail(head, tail, self.group, seq_dim=dims.seq_dim)
-            return self._restore(entry, whole, dims)
+            tail, _ = self._take(entry, x)
+            whole = merge_head_tail(head, tail, self._mirrors, seq_dim=dims.seq_dim)
+            return self._restore(entry, self._trade_back(whole, dims), dims)
 
         with entry.view.paused():
-            return self._map(entry, second, join, several="load_balance")
+            return self._map(entry, second, join, several=self._option)
 
     def _refuse_writes(self, entry: _BalancedCall) -> None:
         """Refuse a module that writes to k or v: the second call would see what the first wrote."""
@@ -90,7 +104,7 @@ class BalancedBoundary(CPBoundary):
         require(
             [_version(x) for x in now] == entry.versions,
             self.where,
-            "with load_balance the module is called twice with the same k and v, which it must not "
-            "write to in place",
-            "write to a copy (k = k * 2 and not k *= 2), or set load_balance=False",
+            f"with {self._option} the module is called twice with the same k and v, which it must "
+            "not write to in place",
+            f"write to a copy (k = k * 2 and not k *= 2), or set {self._option}=False",
         )

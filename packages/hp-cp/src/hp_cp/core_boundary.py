@@ -64,7 +64,8 @@ class CPBoundary(Boundary[Call]):
             # what changes what is sent, and in what order it lies on the wire
             "style": f"{style!r}, head_groups={style.head_groups}, keep_kv={style.keep_kv}, "
             f"use_local_input={style.use_local_input}, kv_chunks={style.kv_chunks}, "
-            f"sliding_window={style.sliding_window}, sink_tokens={style.sink_tokens}",
+            f"sliding_window={style.sliding_window}, sink_tokens={style.sink_tokens}, "
+            f"balance_hybrid={style.balance_hybrid}",
         }
         if plan.mode == "hybrid":
             self.cp_mesh = split_cp_mesh(device_mesh, plan.ulysses_degree)
@@ -363,11 +364,13 @@ class CPBoundary(Boundary[Call]):
     def _return(self, entry: Call, output: Tensor) -> tuple[Tensor, OutputDims]:
         """Return this rank's sequence shard of ``output``, with its dims."""
         local, dims = self._take(entry, output)
-        if self.ulysses_group is not None and dims.trades_heads:
-            local = head_to_seq(
-                local, self.ulysses_group, seq_dim=dims.seq_dim, head_dim=dims.head_dim
-            )
-        return local, dims
+        return self._trade_back(local, dims), dims
+
+    def _trade_back(self, local: Tensor, dims: OutputDims) -> Tensor:
+        """Trade this rank's heads for its rows, where it has heads of its own."""
+        if self.ulysses_group is None or not dims.trades_heads:
+            return local
+        return head_to_seq(local, self.ulysses_group, seq_dim=dims.seq_dim, head_dim=dims.head_dim)
 
     def _restore(self, entry: Call, local: Tensor, dims: OutputDims) -> Tensor:
         if self.style.use_local_output:

@@ -31,7 +31,8 @@ class Collective:
     Attributes:
         phase: ``"forward"`` or ``"backward"``.
         kind: ``"all_to_all"``, ``"all_gather"``, ``"reduce_scatter"`` or ``"p2p"``.
-        axis: The group it runs on: ``"ulysses"``, ``"colossal"`` or ``"cp"`` (tail swaps).
+        axis: The group it runs on: ``"ulysses"``, ``"colossal"`` or ``"cp"`` (tail swaps where
+            no heads are traded).
         count: How many calls carry these tensors.
         what: The tensors, comma separated.
         bytes_sent: Bytes that leave this rank in all of these calls.
@@ -140,7 +141,7 @@ def describe(
         sends, fetched = passed_rows(co, c, *facts)
     # what is fetched is as attention sees it; a row of it
     row = {name: batch * element_size * seen * sizes[name] for name in ("k", "v")}
-    tail = {name: token // 2 * num_heads * sizes[name] for name in ("q", "out")}
+    tail = {name: token * num_heads // 2 * sizes[name] for name in ("q", "out")}
 
     rows: list[Collective] = []
 
@@ -157,7 +158,8 @@ def describe(
             rows.append(Collective(phase, "p2p", "colossal", count, "k,v", volume_sent))
 
     exchanged = ("q", "k", "v") if overlap else ("q,k,v",)
-    swaps = plan.load_balance and mirror_rank(rank, plan.cp_size) != rank
+    swaps = plan.load_balance and mirror_rank(co, c) != co
+    swapped_over = "cp" if u == 1 else "colossal"
     if u > 1:
         for names in exchanged:
             add("forward", "all_to_all", "ulysses", names, away)
@@ -166,8 +168,8 @@ def describe(
         add("forward", "all_gather", "colossal", "v", passed_on, parts)
     add_messages("forward", sends)
     if swaps:
-        add("forward", "p2p", "cp", "q", tail)
-        add("forward", "p2p", "cp", "out", tail)
+        add("forward", "p2p", swapped_over, "q", tail)
+        add("forward", "p2p", swapped_over, "out", tail)
     if u > 1:
         add("forward", "all_to_all", "ulysses", "out", back)
     if c > 1 and parts == 1 and not keep_kv:  # started when the output's gradient arrives
@@ -176,8 +178,8 @@ def describe(
     if u > 1:
         add("backward", "all_to_all", "ulysses", "out", away)
     if swaps:
-        add("backward", "p2p", "cp", "out", tail)
-        add("backward", "p2p", "cp", "q", tail)
+        add("backward", "p2p", swapped_over, "out", tail)
+        add("backward", "p2p", swapped_over, "q", tail)
     if parts > 1:
         add("backward", "all_gather", "colossal", "k", passed_on, parts_again)
         add("backward", "all_gather", "colossal", "v", passed_on, parts_again)

@@ -49,8 +49,8 @@ def check_kv_chunks(plan: Plan, kv_chunks: int, local_length: int | None, *, whe
     require(
         not plan.load_balance,
         where,
-        f"kv_chunks ({kv_chunks}) must be 1 with load_balance=True, which calls the module twice: "
-        "each call would gather every part again",
+        f"kv_chunks ({kv_chunks}) must be 1 with {plan.balance_option}, which calls the module "
+        "twice: each call would gather every part again",
         "leave one of them out",
     )
     if local_length is None or plan.colossal_degree == 1:  # one rank gathers nothing

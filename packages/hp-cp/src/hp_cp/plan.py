@@ -58,8 +58,18 @@ class Plan:
 
     @property
     def length_multiple(self) -> int:
-        """What must divide the global sequence length: ``P``, or ``2 P`` when balanced."""
-        return 2 * self.cp_size if self.load_balance else self.cp_size
+        """What must divide the global sequence length: ``P``, or when balanced ``2 P``.
+
+        Halves are those of a Ulysses group's rows: where it has an even number of ranks, ``P`` is
+        enough.
+        """
+        halves = self.load_balance and self.ulysses_degree % 2 == 1
+        return 2 * self.cp_size if halves else self.cp_size
+
+    @property
+    def balance_option(self) -> str:
+        """The option of the style that asks for load balance, as the user typed it."""
+        return "balance_hybrid=True" if self.mode == "hybrid" else "load_balance=True"
 
     def coordinates(self, rank: int) -> tuple[int, int]:
         """Return ``(Colossal index, Ulysses index)`` of CP rank ``rank``."""
@@ -73,11 +83,11 @@ class Plan:
     def check_length(self, local_length: int, where: str = "ContextParallel") -> None:
         """Refuse a local sequence length that this plan cannot cut further."""
         require_positive(where, "local sequence length", local_length)
-        if self.load_balance and local_length % 2:
+        if local_length * self.cp_size % self.length_multiple:
             length = local_length * self.cp_size
             raise fail(
                 where,
-                f"local sequence length ({local_length}) must be even under load_balance=True, "
+                f"local sequence length ({local_length}) must be even under {self.balance_option}, "
                 f"that is, the global length ({length}) a multiple of 2 * cp_size "
                 f"({self.length_multiple})",
                 f"pad the sequence to {self.next_length(length)} with pad_sequence",
@@ -86,7 +96,7 @@ class Plan:
     def split_length(self, global_length: int, where: str = "ContextParallel") -> int:
         """Return the local length of each rank, or refuse a length that does not divide."""
         require_positive(where, "sequence length", global_length)
-        multiple = "2 * cp_size" if self.load_balance else "cp_size"
+        multiple = "cp_size" if self.length_multiple == self.cp_size else "2 * cp_size"
         require_divisible(
             where,
             "sequence length",
@@ -102,7 +112,7 @@ class Plan:
         self.split_length(seq_len, "Plan")
         c, _ = self.coordinates(rank)
         if self.load_balance:
-            ranges: tuple[Range, ...] = balanced_rows(rank, self.cp_size, seq_len)
+            ranges: tuple[Range, ...] = balanced_rows(c, self.colossal_degree, seq_len)
         else:
             ranges = (contiguous_rows(c, self.colossal_degree, seq_len),)
         return tuple(AttentionWindow(a, b - a, seq_len, seq_len) for a, b in ranges)
@@ -270,11 +280,12 @@ def make_plan(
     ulysses_degree: int | None = None,
     load_balance: bool = False,
     *,
+    balance_hybrid: bool = False,
     where: str = "ContextParallel",
 ) -> Plan:
     """Return the plan of a degree on ``cp_size`` ranks, or say which constraint it breaks."""
     require_positive(where, "cp_size", cp_size)
-    check_degree(where, ulysses_degree, load_balance)
+    check_degree(where, ulysses_degree, load_balance, balance_hybrid)
     if ulysses_degree is not None:
         require_divisible(
             where,
@@ -284,4 +295,11 @@ def make_plan(
             ulysses_degree,
             f"use a divisor of {cp_size}: {', '.join(map(str, divisors(cp_size)))}",
         )
-    return Plan(cp_size, cp_size if ulysses_degree is None else ulysses_degree, load_balance)
+    degree = cp_size if ulysses_degree is None else ulysses_degree
+    require(
+        not balance_hybrid or degree < cp_size,
+        where,
+        f"balance_hybrid (True) requires ulysses_degree ({degree}) below cp_size ({cp_size})",
+        "leave balance_hybrid out: Ulysses ranks see the whole sequence and are balanced without",
+    )
+    return Plan(cp_size, degree, load_balance or balance_hybrid)

@@ -78,6 +78,9 @@ class ContextParallel(BoundaryStyle):
             ``npu_fusion_attention``, a mask), and whatever would see more is refused. Default:
             None, everything is gathered.
         sink_tokens: With ``sliding_window``, how many first keys it may see as well. Default: 0.
+        balance_hybrid: What ``load_balance`` is for Colossal, for Hybrid: behind the exchange of
+            heads, the tail half of a Ulysses group's rows is swapped with the mirror group, and the
+            module called twice. Default: False.
 
     Example::
 
@@ -113,6 +116,7 @@ class ContextParallel(BoundaryStyle):
         kv_chunks: int = 1,
         sliding_window: int | None = None,
         sink_tokens: int = 0,
+        balance_hybrid: bool = False,
     ) -> None:
         super().__init__()
         where = type(self).__name__
@@ -120,6 +124,7 @@ class ContextParallel(BoundaryStyle):
             where,
             ulysses_degree=ulysses_degree,
             load_balance=load_balance,
+            balance_hybrid=balance_hybrid,
             seq_dim=seq_dim,
             head_dim=head_dim,
         )
@@ -174,6 +179,7 @@ class ContextParallel(BoundaryStyle):
         self.kv_chunks = kv_chunks
         self.sliding_window = sliding_window
         self.sink_tokens = sink_tokens
+        self.balance_hybrid = balance_hybrid
 
     def __repr__(self) -> str:
         return (
@@ -186,7 +192,11 @@ class ContextParallel(BoundaryStyle):
         """Return the boundary around ``module``; the degree is checked against the mesh here."""
         where = type(self).__name__
         plan = make_plan(
-            device_mesh.mesh.numel(), self.ulysses_degree, self.load_balance, where=where
+            device_mesh.mesh.numel(),
+            self.ulysses_degree,
+            self.load_balance,
+            balance_hybrid=self.balance_hybrid,
+            where=where,
         )
         plan.check_keep_kv(self.keep_kv, where=where)
         plan.check_kv_chunks(self.kv_chunks, where=where)

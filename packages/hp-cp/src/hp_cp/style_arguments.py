@@ -14,9 +14,10 @@ def check_style_arguments(
     load_balance: bool,
     seq_dim: int,
     head_dim: int,
+    balance_hybrid: bool = False,
 ) -> None:
     """Refuse what a constructor can know to be wrong, before there is a mesh or a tensor."""
-    check_degree(where, ulysses_degree, load_balance)
+    check_degree(where, ulysses_degree, load_balance, balance_hybrid)
     for name, dim in (("seq_dim", seq_dim), ("head_dim", head_dim)):
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise fail(
@@ -78,8 +79,10 @@ def resolve_dims(
     return seq, head
 
 
-def check_degree(where: str, ulysses_degree: int | None, load_balance: bool) -> None:
-    """Refuse a degree that is none, and load balance outside Colossal."""
+def check_degree(
+    where: str, ulysses_degree: int | None, load_balance: bool, balance_hybrid: bool = False
+) -> None:
+    """Refuse a degree that is none, load balance outside Colossal, and the other outside Hybrid."""
     if ulysses_degree is not None:
         require_positive(
             where, "ulysses_degree", ulysses_degree, "use None for Ulysses over all CP ranks"
@@ -95,4 +98,23 @@ def check_degree(where: str, ulysses_degree: int | None, load_balance: bool) -> 
         f"load_balance (True) requires ulysses_degree=1, not ulysses_degree ({ulysses_degree})",
         "set ulysses_degree=1, or leave load_balance off: "
         "Ulysses ranks see the whole sequence and are balanced without it",
+    )
+    require(
+        isinstance(balance_hybrid, bool),
+        where,
+        f"balance_hybrid ({balance_hybrid!r}) must be True or False",
+    )
+    require(
+        not balance_hybrid or not load_balance,
+        where,
+        "balance_hybrid (True) must not come with load_balance (True), which is for "
+        "ulysses_degree=1",
+        "keep the one that fits the degree",
+    )
+    require(
+        not balance_hybrid or (ulysses_degree is not None and ulysses_degree > 1),
+        where,
+        f"balance_hybrid (True) requires a degree between 1 and cp_size, not ulysses_degree "
+        f"({ulysses_degree})",
+        "use load_balance=True with ulysses_degree=1; None needs no balance",
     )

@@ -34,12 +34,15 @@ class Case:
     DV: int = 6
     dtype: torch.dtype = torch.float64
     head_groups: int = 1
+    balance_hybrid: bool = False
 
     def __str__(self) -> str:
         degree = self.P if self.degree is None else self.degree
         mode = make_plan(self.P, self.degree).mode if not self.load_balance else "balanced"
+        mode = f"balanced-{mode}" if self.balance_hybrid else mode
         heads = "" if (self.H, self.HK) == (12, 4) else f"-H{self.H}:{self.HK}"
-        return f"{mode}-P{self.P}" + f"u{degree}" * (mode == "hybrid") + f"-{self.layout}{heads}"
+        parts = f"u{degree}" * mode.endswith("hybrid")
+        return f"{mode}-P{self.P}{parts}-{self.layout}{heads}"
 
     def but(self, **changes: Any) -> Case:
         """Return the case with some fields changed."""
@@ -85,6 +88,7 @@ class Case:
                 "ulysses_degree": self.degree,
                 "load_balance": self.load_balance,
                 **({"head_groups": self.head_groups} if self.head_groups > 1 else {}),
+                "balance_hybrid": self.balance_hybrid,
                 **options,
             }
         )
@@ -94,7 +98,7 @@ class Case:
 
     def predicted(self, rank: int, **options: Any) -> dict[str, tuple[int, int]]:
         """Return ``{kind: (calls, bytes)}`` of a forward and backward, as the plan says."""
-        plan = make_plan(self.P, self.degree, self.load_balance)
+        plan = make_plan(self.P, self.degree, self.load_balance, balance_hybrid=self.balance_hybrid)
         return plan.describe(
             num_heads=self.H,
             num_kv_heads=self.HK,

@@ -484,3 +484,55 @@ def test_parts_that_a_plan_cannot_gather_are_refused(
     make_plan(1, 1).check_kv_chunks(50, 6)
     with pytest.raises(ValueError, match=r"^Plan.describe: kv_chunks .*AsyncContextParallel"):
         volume(4, 1, 12, 4, kv_chunks=2, overlap=True)
+
+
+@pytest.mark.parametrize(("P", "u"), [(4, 2), (8, 2), (8, 4), (6, 2), (6, 3), (9, 3)])
+def test_a_balanced_hybrid_gives_each_rank_as_many_causal_pairs(P: int, u: int) -> None:
+    """Ranks of a Ulysses group have the same two chunks; all rows are covered, max/mean is 1."""
+    plan = make_plan(P, u, balance_hybrid=True)
+    assert (plan.mode, plan.load_balance) == ("hybrid", True)
+    length = plan.next_length(P * 2 * 5)
+    tables = [plan.rows(rank, length) for rank in range(P)]
+    pairs = [sum(i + 1 for w in t for i in range(w.query_start, w.query_end)) for t in tables]
+    assert set(pairs) == {sum(range(length + 1)) // (P // u)}
+    for d in range(u):
+        rows = [i for t in tables[d::u] for w in t for i in range(w.query_start, w.query_end)]
+        assert sorted(rows) == list(range(length))
+
+
+def test_halves_of_a_group_s_rows_need_an_even_length() -> None:
+    """An even group halves any; an odd one needs 2 * cp_size, and says so in its own words."""
+    assert make_plan(8, 2, balance_hybrid=True).length_multiple == 8
+    make_plan(8, 2, balance_hybrid=True).check_length(3)
+    odd = make_plan(6, 3, balance_hybrid=True)
+    assert odd.length_multiple == 12
+    with pytest.raises(ValueError, match=r"\(3\) must be even under balance_hybrid=True.*24 with"):
+        odd.check_length(3)
+    with pytest.raises(ValueError, match=r"divisible by 2 \* cp_size \(12\)"):
+        odd.split_length(18)
+
+
+@pytest.mark.parametrize("rank", range(6))
+def test_a_balanced_hybrid_swaps_half_of_q_and_of_the_output(rank: int) -> None:
+    """Beside what Hybrid sends: A H / 2P each way and tensor, over the Colossal group."""
+    plain = volume(6, 2, 12, 4, rank=rank)
+    found = make_plan(6, 2, balance_hybrid=True).describe(
+        num_heads=12, num_kv_heads=4, seq_len=S, head_size=D, batch=B, rank=rank
+    )
+    swaps = [row for row in found.collectives if row.kind == "p2p"]
+    assert {row.axis for row in swaps} <= {"colossal"}
+    in_the_middle = rank // 2 == 1  # its own mirror
+    assert found.count("p2p") == (0 if in_the_middle else 4)
+    assert found.bytes("p2p") == (0 if in_the_middle else 4 * A * 12 // 6 // 2)
+    for kind in ("all_to_all", "all_gather", "reduce_scatter"):
+        assert found.bytes(kind) == plain.bytes(kind)
+
+
+def test_balance_of_a_hybrid_is_asked_for_by_its_own_name() -> None:
+    """load_balance keeps the guide's limit; with all ranks in a group there is nothing to do."""
+    with pytest.raises(ValueError, match=r"load_balance \(True\) requires ulysses_degree=1"):
+        make_plan(4, 2, True)
+    with pytest.raises(ValueError, match=r"requires ulysses_degree \(4\) below cp_size \(4\)"):
+        make_plan(4, 4, balance_hybrid=True)
+    with pytest.raises(ValueError, match="must not come with load_balance"):
+        make_plan(4, 1, True, balance_hybrid=True)

@@ -247,7 +247,7 @@ def _operand(
         dim = label.index(name)
         if tensor.size(dim) == 1 and sizes[name] > 1:
             continue  # broadcast along the sharded label
-        if view.is_balanced and any(axis in view.cp_axes for axis in axes):
+        if view.is_balanced and any(axis in view.row_axes for axis in axes):
             local, _ = cut_balanced(view, "a contraction", local, dim, sizes[name])
             continue
         if [a for a, n in enumerate(sharded) if n == name] != axes:

@@ -192,8 +192,8 @@ def _align(view: View, name: str, plain: Tensor, anchor: DTensor) -> DTensor:
         if not axes:
             continue
         size, whole = plain.size(dim), anchor.size(beside)
-        on_cp = any(axis in view.cp_axes for axis in axes)
-        if view.is_balanced and on_cp and size != 1:
+        on_rows = any(axis in view.row_axes for axis in axes)
+        if view.is_balanced and on_rows and size != 1:
             plain, cut = cut_balanced(view, name, plain, dim, whole)
             chosen = axes if cut else []
         elif size in (1, whole):
@@ -214,7 +214,7 @@ def _align(view: View, name: str, plain: Tensor, anchor: DTensor) -> DTensor:
 def _align_balanced(view: View, name: str, tensor: DTensor, anchor: DTensor) -> DTensor:
     """Cut what was computed from k alone (a mask) where it lines up with a head-tail half of q."""
     placements = list(tensor.placements)
-    for axis in view.cp_axes:
+    for axis in view.row_axes:
         of_anchor = anchor.placements[axis]
         if not isinstance(of_anchor, Shard) or not placements[axis].is_replicate():
             continue

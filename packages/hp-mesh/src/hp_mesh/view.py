@@ -146,6 +146,11 @@ class View(TorchFunctionMode):
     def __post_init__(self) -> None:
         super().__init__()
 
+    @property
+    def row_axes(self) -> tuple[int, ...]:
+        """The CP axes that cut the rows of q, and not its heads."""
+        return tuple(axis for axis in self.cp_axes if axis != self.head_axis)
+
     def is_live(self) -> bool:
         """Whether the module call that opened this view is still running on this thread."""
         frame: FrameType | None = sys._getframe(1)
@@ -262,7 +267,7 @@ class View(TorchFunctionMode):
             axis
             for tensor in _tensors([result], {})
             if isinstance(tensor, DTensor) and self.owns(tensor)
-            for axis in self.cp_axes
+            for axis in self.row_axes
             if not isinstance(tensor.placements[axis], Shard)
         }
         name = getattr(func, "__name__", "")

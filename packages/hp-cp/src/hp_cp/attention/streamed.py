@@ -17,6 +17,7 @@ measured by (base and norm) are kept.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -167,8 +168,9 @@ class _Stream:
             for rows in keys.slices:
                 part, seen = keys.take(), self.mask_of(mask, rows)
                 for block in self.blocks(rows):
-                    into = (_rows(x, block.rows) for x in (total, base, norm))
-                    _merge(*into, *self._attend(q, *part, seen, block))
+                    found = self._attend(_rows(q, block.rows), *part, seen, block)
+                    _merge([_rows(x, block.rows) for x in (total, base, norm)], found)
+                    del found
                 del part  # before the next but one is asked for
         finally:
             keys.drop()
@@ -201,8 +203,8 @@ class _Stream:
                 share = sums.begin(part)
                 # run by run: what a kernel returns is no larger than a rank's share of the part
                 for block in by_runs(self.blocks(rows), rows[1] - rows[0]):
-                    mine = (_rows(x, block.rows) for x in (grad, q, out, base, norm))
-                    found = self._gradients(*mine, *part, seen, block)
+                    mine = [_rows(x, block.rows) for x in (grad, q, out, base, norm)]
+                    found = self._gradients(mine, *part, seen, block)
                     _rows(dq, block.rows).add_(found[0])
                     for index, whole in enumerate(share):
                         _rows(whole, block.keys).add_(found[1 + index])
@@ -233,7 +235,7 @@ class _Stream:
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, block: Block
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = _rows(q, block.rows), _rows(k, block.keys), _rows(v, block.keys)
+        k, v = _rows(k, block.keys), _rows(v, block.keys)
         if self.fused:
             out, lse = _flash_cpu.attend(q, k, v, causal=block.causal, scale=self.scale)
             lse = lse.unsqueeze(-1)
@@ -241,17 +243,9 @@ class _Stream:
         return attend_tiles(q, k, v, _columns(mask, block.keys), self._job(q, k, block))
 
     def _gradients(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        out: Tensor,
-        base: Tensor,
-        norm: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        block: Block,
+        self, mine: Sequence[Tensor], k: Tensor, v: Tensor, mask: Tensor | None, block: Block
     ) -> tuple[Tensor, Tensor, Tensor]:
+        grad, q, out, base, norm = mine
         k, v = _rows(k, block.keys), _rows(v, block.keys)
         if self.fused:
             lse = (base + norm.log()).squeeze(-1)
@@ -351,14 +345,13 @@ def _columns(mask: Tensor | None, keys: Range) -> Tensor | None:
     return mask if mask is None or mask.shape[-1] == 1 else mask[..., slice(*keys)]
 
 
-def _merge(
-    total: Tensor, base: Tensor, norm: Tensor, out: Tensor, base2: Tensor, norm2: Tensor
-) -> None:
-    """Add the attention ``out`` to more keys to ``total``, in place.
+def _merge(into: Sequence[Tensor], more: Sequence[Tensor]) -> None:
+    """Add the attention to ``more`` keys, in place; both are output, base and norm.
 
     As `hp_comm.kernels.arithmetic.merge`, of outputs whose weights have a base and a norm; a norm
     of 0 says that a row has no key.
     """
+    (total, base, norm), (out, base2, norm2) = into, more
     none, none2 = norm == 0, norm2 == 0
     largest = torch.maximum(
         base.masked_fill(none, -math.inf), base2.masked_fill(none2, -math.inf)
