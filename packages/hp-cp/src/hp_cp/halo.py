@@ -59,8 +59,8 @@ def check_window_arguments(
     require(
         not load_balance,
         where,
-        f"{option} must be None with load_balance=True: within a window every rank has the same "
-        "work already",
+        f"{option} must be None with load_balance=True: "
+        "within a window every rank has the same work already",
         "leave load_balance out",
     )
     require(
@@ -86,8 +86,8 @@ def check_window_arguments(
     require(
         not overlap,
         where,
-        f"{option} must be None in AsyncContextParallel, which sends k and v before attention asks "
-        "for the keys of its window",
+        f"{option} must be None in AsyncContextParallel, "
+        "which sends k and v before attention asks for the keys of its window",
         "use ContextParallel: what is sent is small",
     )
 
