@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import pytest
 
 from hp_mesh.testing import TOLERANCES
+from hp_tune.commands import cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -158,6 +161,20 @@ def test_every_python_block_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+COMMAND = re.compile(r"^\$ hp-tune (.+)$", re.MULTILINE)
+WITH_COMMANDS = [page for page in PAGES if COMMAND.search(page.read_text())]
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_an_hp_tune_command_of_a_page_is_one_that_the_program_takes(page: Path) -> None:
+    """Read by the program's own parser, not run: commands, options, values, missing ones."""
+    for line in COMMAND.findall(page.read_text()):
+        name, *arguments = shlex.split(line, comments=True)
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None, line
+        command.make_context(name, arguments)
 
 
 def test_the_page_of_tolerances_is_the_table_that_assert_close_reads() -> None:
