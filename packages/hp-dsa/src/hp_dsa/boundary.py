@@ -16,9 +16,10 @@ from hp_comm import preflight
 from hp_dsa.arguments import Argument
 from hp_dsa.gather import Gathered, Gatherer
 from hp_dsa.gather_cache import open_gathers
-from hp_dsa.indices import check_indices
+from hp_dsa.indices import check_indices, waits
 from hp_dsa.inputs import Inputs, advise, read_inputs
 from hp_dsa.key_refetch import GatheredKeys
+from hp_dsa.late_errors import LateErrors
 from hp_dsa.outputs import Returned
 from hp_dsa.plan import DSAPlan
 from hp_dsa.view import DSAView
@@ -69,6 +70,7 @@ class DSABoundary(Boundary[DSACall]):
         cp_mesh: The 1-D CP mesh.
         rank: CP rank.
         gatherer: How keys are gathered.
+        late_errors: What earlier calls found wrong on a device.
         identity: What tells the ranks that they are in the same call.
     """
 
@@ -80,6 +82,7 @@ class DSABoundary(Boundary[DSACall]):
         require_ascending(self.where, self.cp_mesh)
         self.group = self.cp_mesh.get_group()
         self.rank = self.cp_mesh.get_local_rank()
+        self.late_errors = LateErrors()
         self.gatherer = Gatherer(self.group, plan.seq_dim, plan.order)
         ordinal = _applied[self.group] = _applied.get(self.group, 0) + 1
         self.identity = {
@@ -160,6 +163,7 @@ class DSABoundary(Boundary[DSACall]):
         error: Exception | None = None
         inputs: Inputs | None = None
         try:
+            self.late_errors.check()
             inputs = self._read(args, kwargs)
             self._check_indices(inputs, index)
             inputs.packs = known.packs(inputs.sources, self.gatherer, inputs.under_way)
@@ -196,7 +200,7 @@ class DSABoundary(Boundary[DSACall]):
     def _check_indices(self, inputs: Inputs, index: int) -> None:
         """Check indices before the ranks compare; on a device, which is waited for, once."""
         indices = inputs.locals.get("topk_indices")
-        if indices is not None and (index == 0 or indices.device.type == "cpu"):
+        if indices is not None and (index == 0 or not waits(indices)):
             num_keys = inputs.local_keys * self.plan.cp_size
             check_indices(self.where, "topk_indices", indices, num_keys)
 
@@ -222,6 +226,7 @@ class DSABoundary(Boundary[DSACall]):
             local_length=inputs.local_length,
             num_keys=num_keys,
             call_index=index,
+            late_errors=self.late_errors,
         )
 
     def _hand_over(

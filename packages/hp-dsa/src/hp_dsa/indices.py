@@ -20,7 +20,9 @@ from hp_mesh.documents import KeyWindow
 if TYPE_CHECKING:
     from hp_dsa.view import DSAView, Lengths
 
-__all__ = ["check_documents", "check_indices", "drop_unseen"]
+__all__ = ["check_documents", "check_indices", "drop_unseen", "waits"]
+
+_LEAST = torch.iinfo(torch.int32).min
 
 
 def check_indices(where: str, name: str, indices: Tensor, num_keys: int) -> None:
@@ -42,8 +44,9 @@ def check_documents(
 ) -> None:
     """Require each entry to be -1 or to count a key of its own document or batch row.
 
-    On a device, which is waited for, only in the first call of the boundary. Rows of padding hold
-    what they like, as on one device.
+    On a device, which is waited for, only in the first call of the boundary; what later calls find
+    is raised by the next one (`hp_dsa.late_errors`). Rows of padding hold what they like, as on one
+    device.
 
     Args:
         where: The style and the operator, for messages.
@@ -54,7 +57,7 @@ def check_documents(
         block: Keys that one index stands for.
     """
     _check_dtype(where, name, indices)
-    if indices.numel() == 0 or (view.call_index and indices.device.type != "cpu"):
+    if indices.numel() == 0:
         return
     batched = view.plan.layout == "BSND"
     # what a rank holds is what it computes: queries that travel are the indexer's, without indices
@@ -73,21 +76,38 @@ def check_documents(
         is_real = torch.ones_like(owner, dtype=torch.bool)
         counts = [b - a for a, b in pairwise((0, *keys))]
     counts = [-(-count // block) for count in counts]
-    low, high = (x.cpu() for x in torch.aminmax(indices.flatten(indices.ndim - 2), dim=-1))
+    low, high = torch.aminmax(indices.flatten(indices.ndim - 2), dim=-1)
     # a document without keys may be named by 0: nothing there is seen
-    wrong = ((low < -1) | (high >= torch.tensor(counts)[owner].clamp(min=1))) & is_real
+    limits = torch.tensor(counts)[owner].clamp(min=1)
+    unit = "keys" if block == 1 else f"blocks of {block} keys"
+    kind = "row" if batched else "document"
+    way_out = "indices count from the start of their own row or document"
+    if view.call_index and waits(indices):
+        # a row of padding has no limit that it could pass
+        least = torch.where(is_real, -1, _LEAST).to(low.device, non_blocking=True)
+        most = torch.where(is_real, limits, -_LEAST).to(low.device, non_blocking=True)
+        wrong = ((low < least) | (high >= most)).any()
+        problem = f"{name} must be -1 or below the number of {unit} of their {kind}"
+        view.late_errors.watch(wrong, where, problem, way_out)
+        return
+    low, high = low.cpu(), high.cpu()
+    wrong = ((low < -1) | (high >= limits)) & is_real
     if not bool(wrong.any()):
         return
     number = int(owner[wrong][0])
     own = wrong & (owner == number)
-    least, most = int(low[own].min()), int(high[own].max())
-    unit = "keys" if block == 1 else f"blocks of {block} keys"
+    lowest, highest = int(low[own].min()), int(high[own].max())
     raise fail(
         where,
-        f"{name} ({least if least < -1 else most}) must be -1 or below {counts[number]}, the "
-        f"{unit} of {'row' if batched else 'document'} {number}",
-        "indices count from the start of their own row or document",
+        f"{name} ({lowest if lowest < -1 else highest}) must be -1 or below {counts[number]}, the "
+        f"{unit} of {kind} {number}",
+        way_out,
     )
+
+
+def waits(x: Tensor) -> bool:
+    """Whether the host would have to wait to know what ``x`` holds."""
+    return x.device.type != "cpu"
 
 
 def _check_dtype(where: str, name: str, indices: Tensor) -> None:
@@ -108,11 +128,14 @@ def drop_unseen(indices: Tensor, window: KeyWindow, layout: str, block: int) -> 
         layout: ``"BSND"`` or ``"TND"``.
         block: Keys that one index stands for.
     """
-    unseen = indices >= _limits(indices, window, layout, block)
-    if not bool(unseen.any()):
+    seen = indices < _limits(indices, window, layout, block)
+    if not waits(indices) and bool(seen.all()):
         return indices
-    order = unseen.to(torch.uint8).argsort(dim=-1, stable=True)
-    return indices.masked_fill(unseen, -1).gather(-1, order)
+    K = indices.size(-1)
+    # entries move up to where those before them end; unseen ones fall off the end
+    place = torch.where(seen, seen.cumsum(-1) - 1, K)
+    packed = indices.new_full((*indices.shape[:-1], K + 1), -1).scatter_(-1, place, indices)
+    return packed[..., :K].contiguous()
 
 
 def _limits(indices: Tensor, window: KeyWindow, layout: str, block: int) -> Tensor:

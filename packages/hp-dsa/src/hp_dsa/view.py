@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from hp_dsa.late_errors import LateErrors
 from hp_dsa.plan import DSAPlan
 from hp_mesh.documents import KeyWindow, batch_window, packed_window
 from hp_mesh.view import View
@@ -31,6 +32,7 @@ class DSAView(View):
         local_length: Query rows that this rank holds.
         num_keys: Key rows of the whole sequence.
         call_index: How many calls of the boundary went before.
+        late_errors: Where calls after the first leave what they find wrong on a device.
     """
 
     plan: DSAPlan
@@ -39,6 +41,7 @@ class DSAView(View):
     local_length: int
     num_keys: int
     call_index: int = 0
+    late_errors: LateErrors = field(default_factory=LateErrors)
 
     @property
     def cp_axis(self) -> int:
