@@ -133,6 +133,10 @@ class Device(Described):
         memory_efficiency: Achieved part of it in copies.
         memory_GiB: Memory that a process can use.
         launch_us: Host and launch time of one kernel.
+        host_layer_us, host_exchange_us, host_tensor_us: Time of a processor that is the device
+            itself (`Cluster.shared_cores`) in forward and backward of a layer: autograd; in the
+            calls around one collective; and of one tensor at a boundary of a style. None elsewhere:
+            the host runs ahead of the device.
         overlap_slowdown: How much longer a kernel takes while a collective runs, as a fraction.
         comm_buffer_MiB: Memory that each communicator holds.
     """
@@ -148,6 +152,9 @@ class Device(Described):
     memory_efficiency: Fraction
     memory_GiB: Annotated[Number, between(0.1, 2000, "GiB")]
     launch_us: Latency
+    host_layer_us: Latency | None = None
+    host_exchange_us: Latency | None = None
+    host_tensor_us: Latency | None = None
     overlap_slowdown: Fraction
     comm_buffer_MiB: Annotated[Number, between(0.1, 10000, "MiB")]
 

@@ -19,7 +19,7 @@ from hp_tune.pricing import Move, Pricing
 from hp_tune.term import Phase, Piece, chained
 from hp_tune.workload import Config, Workload
 
-__all__ = ["LayerCost", "busiest_description", "latent_bytes"]
+__all__ = ["LayerCost", "busiest_description", "crossings", "latent_bytes"]
 
 
 @lru_cache(maxsize=4096)
@@ -62,6 +62,16 @@ def latent_bytes(layer: Attention, workload: Workload) -> int:
     return tokens * (layer.latent_size or 0) * workload.element_size
 
 
+def crossings(config: Config) -> int:
+    """Return how many tensors pass a boundary of a style in one phase: each is hooked and wrapped.
+
+    q, k, v and the output of the module, twice where it is called twice; q, k and v once more where
+    projections hand them off.
+    """
+    calls = 2 if config.load_balance else 1
+    return 4 * calls * config.head_groups + 3 * (config.overlap and config.head_groups == 1)
+
+
 class LayerCost:
     """The pieces of one kind of layer."""
 
@@ -95,6 +105,10 @@ class LayerCost:
 
     def pieces(self, phase: Phase) -> list[Piece]:
         """Return the pieces of a phase in the order in which each resource runs them."""
+        host = self.price.host(self.description.count(phase=phase), crossings(self.config))
+        return [host, *self._pieces(phase)]
+
+    def _pieces(self, phase: Phase) -> list[Piece]:
         moves = [move for move in self.moves if move.phase == phase]
         if self.config.head_groups > 1:
             return self._grouped(phase, moves)

@@ -47,7 +47,7 @@ class Pricing:
         device = cluster.device
         self.peak = device.peak_TFLOPS[workload.dtype].value * 1e12
         # all ranks are as busy with these; attention is not so even and brings its own share
-        share = stretch(cluster, workload.num_ranks)
+        share = self.share = stretch(cluster, workload.num_ranks)
         self.gemm_rate = self.peak * device.gemm_efficiency.value / share
         self.copy_rate = device.memory_GBps.value * 1e9 * device.memory_efficiency.value / share
         backward = device.attention_backward
@@ -55,6 +55,25 @@ class Pricing:
         tile = device.attention_tile
         self.attention_tile = 1 if tile is None else int(tile.value)
         self.launch = device.launch_us.value * 1e-6 * share
+
+    def host(self, moves: int, tensors: int) -> Piece:
+        """Price hooks, autograd and wrapping in one phase of a layer, where cores are the device.
+
+        Args:
+            moves: Collectives that are started.
+            tensors: Tensors that pass a boundary (`hp_tune.layer_cost.crossings`).
+        """
+        device = self.cluster.device
+        numbers = (device.host_layer_us, device.host_exchange_us, device.host_tensor_us)
+        layer, move, tensor = (0.0 if n is None else n.value for n in numbers)
+        return Piece(
+            "host: hooks, autograd",
+            "compute",
+            (layer / 2 + moves * move + tensors * tensor) * 1e-6 * self.share,
+            f"{layer:g} us / 2 + {moves} x {move:g} us + {tensors} x {tensor:g} us",
+            ("device.host_layer_us", "device.host_exchange_us", "device.host_tensor_us"),
+            {"collectives": moves, "tensors": tensors},
+        )
 
     def gemm(self, name: str, tokens: float, macs: float, times: int, key: str = "") -> Piece:
         """Price ``times`` products of ``tokens`` rows with ``macs`` multiply-adds per row."""

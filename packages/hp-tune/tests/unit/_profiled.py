@@ -8,6 +8,7 @@ from hp_tune.pairs import tiled_pairs
 from hp_tune.profile.shapes import cp_shapes
 
 START_MS, GBPS, PEAK = 0.5, 2.0, 0.1e12
+SMALL_MS, LAYER_MS, EXCHANGE_MS, TENSOR_MS = 0.3, 2.0, 0.4, 0.15
 """Start and bandwidth of every collective, and what a rank alone on a core computes per second."""
 SATURATION, EFFICIENCY, BACKWARD, TILE = 300.0, 0.4, 3.0, 128
 
@@ -43,10 +44,20 @@ def answer(
     collectives = [
         {
             "kind": shape.kind, "size": shape.size, "stride": shape.stride, "cpu": 0.25,
+            "least_cpu_ms": SMALL_MS,
             "points": [[size, START_MS + size / GBPS / 1e6, 0.0, 0.0] for size in sizes],
         }
         for shape in cp_shapes(world, nproc)
     ]  # fmt: skip
+    host = [
+        {
+            "name": name,
+            "sent": [["all_gather", world, 1, calls]],
+            "crossings": tensors,
+            "cpu_ms": LAYER_MS + (EXCHANGE_MS + SMALL_MS) * calls + TENSOR_MS * tensors,
+        }
+        for name, calls, tensors in (("a", 4, 8), ("b", 8, 8), ("c", 8, 14), ("d", 4, 14))
+    ]
     return {
         "backend": "cpu-gloo",
         "dtype": "fp32",
@@ -60,6 +71,7 @@ def answer(
         "time": "2026-11-30",
         "collectives": collectives,
         "compute": {"dtype": "fp32", "rows": rows},
+        "host": host if cores else [],
         "overlap": {"alone_ms": 10.0, "beside_ms": 13.0},
         **changes,
     }

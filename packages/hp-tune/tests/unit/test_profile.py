@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from hp_tune.cost import predict
 from hp_tune.errors import UsageError
 from hp_tune.hf_config import read_model
 from hp_tune.network import Group, transfer
+from hp_tune.profile.fitting import fit
 from hp_tune.profile.overlay import describe
 from hp_tune.profile.running import profile
 from hp_tune.profile.shapes import Shape, cp_shapes, groups_of, message_sizes
@@ -24,9 +26,21 @@ from hp_tune.profile.smooth import ascending
 from hp_tune.profile.writing import write_cluster
 from hp_tune.space import enumerate_space
 from hp_tune.torchrun import Launcher
-from hp_tune.workload import Workload
+from hp_tune.workload import Config, Workload
 
-from ._profiled import BACKWARD, EFFICIENCY, GBPS, PEAK, SATURATION, START_MS, TILE, answer
+from ._profiled import (
+    BACKWARD,
+    EFFICIENCY,
+    EXCHANGE_MS,
+    GBPS,
+    LAYER_MS,
+    PEAK,
+    SATURATION,
+    START_MS,
+    TENSOR_MS,
+    TILE,
+    answer,
+)
 
 MIB = 2**20
 
@@ -103,6 +117,10 @@ def test_a_whole_description_gives_the_numbers_back(found: Cluster, tmp_path: Pa
     assert device.memory_efficiency.value == pytest.approx(0.25)
     assert device.launch_us.value == pytest.approx(10)
     assert device.overlap_slowdown.value == pytest.approx(0.3)
+    host = (device.host_layer_us, device.host_exchange_us, device.host_tensor_us)
+    assert [number.value / 1e3 for number in host if number] == pytest.approx(
+        [LAYER_MS, EXCHANGE_MS, TENSOR_MS]
+    )
     assert device.gemm_efficiency.source == "measured"
     assert "2 x 2 ranks" in device.gemm_efficiency.ref
     assert [(tier.name, tier.size) for tier in found.tiers] == [("host", 2), ("network", None)]
@@ -161,6 +179,33 @@ def test_an_overlay_keeps_the_vendors_peaks_and_names(tmp_path: Path) -> None:
     again.write_text("extends: again.yaml\nname: again\n")
     with pytest.raises(UsageError, match="must not come back to the file itself"):
         read_cluster(again)
+
+
+def test_the_host_is_paid_for_by_collectives_and_tensors_at_boundaries(found: Cluster) -> None:
+    """Four ranks on two cores: twice the processor time; nothing on a device that has a host."""
+    model, job = read_model("Llama-3.1-8B"), Workload(seq_len=4096, cp_size=4, dtype="fp32")
+    layers = len(model.layers)
+
+    def ms(cluster: Cluster, **config: Any) -> list[float]:
+        terms = predict(model, cluster, job, Config(**config)).terms
+        return [term.exposed * 1e3 / layers for term in terms if term.name.startswith("host")]
+
+    once = LAYER_MS / 2 + 2 * EXCHANGE_MS + 4 * TENSOR_MS
+    assert ms(found, ulysses_degree=4) == pytest.approx([2 * once, 2 * once])
+    ahead = LAYER_MS / 2 + 4 * EXCHANGE_MS + 7 * TENSOR_MS
+    assert ms(found, ulysses_degree=4, overlap=True) == pytest.approx([2 * ahead, 2 * ahead])
+    assert ms(read_cluster("cpu-gloo"), ulysses_degree=4) == []
+
+
+def test_fitted_factors_are_never_negative() -> None:
+    """Exact where that is possible; a column that would need a negative factor is left out."""
+    rows = [(1.0, 4.0, 8.0), (1.0, 8.0, 8.0), (1.0, 8.0, 14.0), (1.0, 4.0, 16.0)]
+    exact = [2 + 3 * b + 0.5 * c for _, b, c in rows]
+
+    assert fit(rows, exact) == pytest.approx([2, 3, 0.5])
+    found = fit(rows, [10 - 0.1 * b + 0.5 * c for _, b, c in rows])
+    assert min(found) == 0 and found[1] == 0
+    assert fit(rows, [0.0] * 4) == [0, 0, 0]
 
 
 def test_what_is_not_plausible_is_not_written(tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ def measure_collectives(
 ) -> list[dict[str, Any]]:
     """Return ``{kind, size, stride, points: [[bytes sent, ms, low, high], ...], cpu}`` per shape.
 
-    ``cpu`` is the part of ``cores`` that the largest message kept busy, over all ranks.
+    ``cpu`` is the part of ``cores`` that the largest message kept busy, over all ranks;
+    ``least_cpu_ms`` the processor time of a rank in the smallest.
     """
     world = dist.get_world_size()
     members = {(shape.size, shape.stride): _group(shape, world) for shape in shapes}
@@ -62,6 +63,7 @@ def measure_collectives(
                     [sent[name], found[name].ms, found[name].low, found[name].high] for name in mine
                 ],
                 "cpu": min(1.0, last.cpu_ms / (cores * last.ms)),
+                "least_cpu_ms": found[mine[0]].cpu_ms / world,
             }
         )
     return rows

@@ -15,6 +15,7 @@ from typing import Any
 from hp_tune.cluster import Cluster, Tier
 from hp_tune.collective_times import CollectiveTimes
 from hp_tune.pairs import tiled_pairs
+from hp_tune.profile.fitting import fit
 from hp_tune.profile.smooth import ascending
 
 __all__ = ["describe"]
@@ -137,6 +138,7 @@ def _device(found: Found, known: Cluster | None, ref: str) -> dict[str, Any]:
         "memory_efficiency": measured(_part(pack / memory), f"{ref}, heads to the front"),
         "launch_us": measured(max(0.01, launch), ref),
     }
+    made |= _host(found, ref)
     overlap = found["overlap"]
     if overlap is not None:
         slower = overlap["beside_ms"] / overlap["alone_ms"] - 1
@@ -144,6 +146,28 @@ def _device(found: Found, known: Cluster | None, ref: str) -> dict[str, Any]:
     elif known is None:
         made["overlap_slowdown"] = {"value": 0.001, "source": "assumed", "ref": "one rank"}
     return made
+
+
+def _host(found: Found, ref: str) -> dict[str, Any]:
+    """Return what a layer, a collective and a tensor at a boundary cost the processor."""
+    small = {
+        (row["kind"], row["size"], row["stride"]): row["least_cpu_ms"]
+        for row in found["collectives"]
+    }
+    rows, rest = [], []
+    for row in found["host"]:
+        calls = sum(count for *_, count in row["sent"])
+        sent = sum(small[kind, size, stride] * count for kind, size, stride, count in row["sent"])
+        rows.append((1.0, float(calls), float(row["crossings"])))
+        rest.append(max(0.0, row["cpu_ms"] - sent))
+    if not rows:
+        return {}
+    names = ("host_layer_us", "host_exchange_us", "host_tensor_us")
+    fitted = fit(rows, rest)
+    return {
+        name: measured(max(0.01, ms * 1e3), f"{ref}, steps of {len(rows)} configurations")
+        for name, ms in zip(names, fitted, strict=True)
+    }
 
 
 def _part(value: float) -> float:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from hp_tune.profile.collectives import measure_collectives
 from hp_tune.profile.compute import measure_compute
+from hp_tune.profile.host import measure_host
 from hp_tune.profile.overlap import measure_overlap
 from hp_tune.profile.shapes import cp_shapes
 from hp_tune.profile.timing import Clock
@@ -31,6 +32,8 @@ DTYPES = {
 
 def main() -> None:
     """Measure, and answer."""
+    # comparing the ranks in each call is for debugging, and a message of its own
+    os.environ.setdefault("HP_PREFLIGHT", "first")
     asked = request()
     kind, _, transport = str(asked["backend"]).partition("-")
     if kind == "npu":
@@ -61,6 +64,7 @@ def main() -> None:
         gemm=asked["gemm"],
         rounds=asked["rounds"],
     )
+    host = measure_host(clock, rounds=asked["rounds"]) if kind == "cpu" else []
     found = {
         "backend": asked["backend"],
         "dtype": asked["dtype"],
@@ -74,6 +78,7 @@ def main() -> None:
         "time": time.strftime("%Y-%m-%d", time.gmtime()),
         "collectives": collectives,
         "compute": compute,
+        "host": host,
         "overlap": measure_overlap(
             clock,
             DTYPES[asked["dtype"]],
