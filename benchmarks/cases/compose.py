@@ -50,6 +50,9 @@ def run(rounds: int) -> list[dict[str, Any]]:
 def measure(rank: int, rounds: int) -> list[dict[str, Any]]:
     """Check, then time all in interleaved rounds; every rank returns the same rows."""
     torch.set_num_threads(1)
+    alone, cube = (
+        init_device_mesh("cpu", shape, mesh_dim_names=AXES) for shape in ((8, 1, 1), (2, 2, 2))
+    )
     torch.manual_seed(0)
     start, tokens = example().Llama(), torch.randint(SIZES["VOCABULARY"], (BATCH, LENGTH))
     whole = copy.deepcopy(start)
@@ -57,8 +60,8 @@ def measure(rank: int, rounds: int) -> list[dict[str, Any]]:
     expected = F.cross_entropy(logits, next_token_labels(tokens).flatten(), ignore_index=-100)
     expected.backward()
 
-    steps = {"fsdp": Step(start, tokens, (8, 1, 1), None)}
-    steps |= {name: Step(start, tokens, (2, 2, 2), mode) for name, mode in MODES.items()}
+    steps = {"fsdp": Step(start, tokens, alone, None)}
+    steps |= {name: Step(start, tokens, cube, mode) for name, mode in MODES.items()}
     sent: dict[str, int] = {}
     for name, step in steps.items():
         with count_collectives() as counted:
@@ -72,12 +75,12 @@ def measure(rank: int, rounds: int) -> list[dict[str, Any]]:
     for _ in range(rounds):
         for name, step in steps.items():
             times[name].append(timed(step))
-    alone = times["fsdp"]
+    reference = times["fsdp"]
     return [
         {
             "case": "FSDP 8" if name == "fsdp" else f"TP 2, CP 2 ({name}), FSDP 2",
             "ms": 1e3 * statistics.median(taken),
-            "ratio": statistics.median(a / b for a, b in zip(taken, alone, strict=True)),
+            "ratio": statistics.median(a / b for a, b in zip(taken, reference, strict=True)),
             "MB sent by rank 0": sent[name] / 1e6,
             "checked": True,
         }
@@ -102,10 +105,10 @@ class Step:
         self,
         start: Any,
         tokens: Tensor,
-        shape: tuple[int, int, int],
+        mesh: Any,
         mode: dict[str, Any] | None,
     ) -> None:
-        self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=AXES)
+        self.mesh = mesh
         self.model = copy.deepcopy(start)
         if mode is not None:
             parallelize_module(self.model, self.mesh["tp"], example().tp_plan())
@@ -117,7 +120,7 @@ class Step:
         fully_shard(self.model, mesh=flat)
         check_fsdp_mesh(self.model, self.mesh)
         self.group = flat.get_group()
-        rows = tokens.chunk(shape[0])[self.mesh.get_local_rank("dp_shard")]
+        rows = tokens.chunk(self.mesh["dp_shard"].size())[self.mesh.get_local_rank("dp_shard")]
         self.ids = shard_sequence(rows, self.mesh["cp"])
         self.labels = next_token_labels(rows, self.mesh["cp"])
         self.positions = position_ids(self.mesh["cp"], global_length=LENGTH)
