@@ -27,6 +27,7 @@ from hp_cp.grouped import GroupedBoundary
 from hp_cp.inputs import LABELS
 from hp_cp.plan import Plan
 from hp_cp.style import ContextParallel
+from hp_cp.style_arguments import check_cross_attention
 from hp_mesh.boundary import boundary_of
 from hp_mesh.checks import require, require_positive
 from hp_mesh.handoffs import warn_once
@@ -67,6 +68,15 @@ class AsyncContextParallel(ContextParallel):
         super().__init__(*args, **kwargs)
         where = type(self).__name__
         self.head_groups = require_positive(where, "head_groups", head_groups)
+        check_cross_attention(
+            where,
+            self.cross_attention,
+            load_balance=self.load_balance,
+            kv_chunks=self.kv_chunks,
+            sliding_window=self.sliding_window,
+            balance_hybrid=self.balance_hybrid,
+            head_groups=head_groups,
+        )
         require(
             head_groups == 1 or not (self.load_balance or self.balance_hybrid),
             where,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from hp_mesh.mesh import flatten_mesh, require_ascending, split_cp_mesh
 from hp_mesh.placement import compose
 from hp_mesh.streamed import Streamed
 from hp_mesh.view import View
+from hp_mesh.window import AttentionWindow
 
 if TYPE_CHECKING:
     from hp_cp.style import ContextParallel
@@ -64,6 +66,7 @@ class CPBoundary(Boundary[Call]):
             # what changes what is sent, and in what order it lies on the wire
             "style": f"{style!r}, head_groups={style.head_groups}, keep_kv={style.keep_kv}, "
             f"use_local_input={style.use_local_input}, kv_chunks={style.kv_chunks}, "
+            f"cross_attention={style.cross_attention}, "
             f"sliding_window={style.sliding_window}, sink_tokens={style.sink_tokens}, "
             f"balance_hybrid={style.balance_hybrid}",
         }
@@ -145,7 +148,7 @@ class CPBoundary(Boundary[Call]):
         return View(
             mesh=mesh,
             cp_axes=tuple(range(first, mesh.ndim)),
-            window=self.plan.rows(self.rank, self._length(inputs))[0],
+            window=self._window(inputs),
             query_placements=placements,
             heads=inputs.table.query[self.rank % self.plan.ulysses_degree],
             num_heads=inputs.num_heads,
@@ -155,6 +158,14 @@ class CPBoundary(Boundary[Call]):
             head_axis=mesh.ndim - 1 if self.plan.ulysses_degree > 1 else None,
             streamed=self._streamed(first) if self.streams_kv else None,
         )
+
+    def _window(self, inputs: Inputs) -> AttentionWindow:
+        """Return this rank's rows; of k and v it sees the whole sequence, which may be another."""
+        window = self.plan.rows(self.rank, self._length(inputs))[0]
+        if not inputs.is_cross:
+            return window
+        keys = inputs.locals[1].size(inputs.dims[0]) * self.plan.cp_size
+        return dataclasses.replace(window, key_length=keys)
 
     def _streamed(self, axis: int) -> Streamed:
         """Return how attention takes k and v over mesh axis ``axis``."""
@@ -209,6 +220,8 @@ class CPBoundary(Boundary[Call]):
         # only now: the ranks have one length, so all of them refuse it with one text
         length = inputs.locals[0].size(inputs.dims[0])
         self.plan.check_length(length, self.where)
+        if inputs.is_cross:
+            self.plan.check_length(inputs.locals[1].size(inputs.dims[0]), self.where)
         self.plan.check_kv_chunks(self.style.kv_chunks, length, where=self.where)
         return inputs
 

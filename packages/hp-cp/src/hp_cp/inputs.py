@@ -38,6 +38,7 @@ class Inputs:
         handoffs: How it stands with each handoff, in a word.
         shards: Under ``keep_kv=False``, k and v before the gather, outside autograd.
         works: QK-norm and rotary of q, k and v that are still to be done.
+        is_cross: Whether k and v may be of another sequence than q.
     """
 
     slots: list[Slot]
@@ -52,11 +53,14 @@ class Inputs:
     handoffs: dict[str, str] = field(default_factory=dict)
     shards: tuple[Tensor, Tensor] | None = None
     works: Works = (None, None, None)
+    is_cross: bool = False
 
     def signature(self) -> dict[str, object]:
         """Return what must be the same on every CP rank, by the name to show."""
         seq_dim, _ = self.dims
         signature: dict[str, object] = {LENGTH: self.locals[0].size(seq_dim)}
+        if self.is_cross:
+            signature[f"{LENGTH} of k and v"] = self.locals[1].size(seq_dim)
         if self.handoffs:
             signature["handoffs"] = self.handoffs
         if any(work is not None for work in self.works):
@@ -119,10 +123,12 @@ def read_inputs(
     ]
     q, k, v = locals_ = [local for local, _ in pairs]
     lengths = [x.size(seq_dim) for x in locals_]
-    if len(set(lengths)) != 1:
+    same = lengths[1:] if style.cross_attention else lengths
+    if len(set(same)) != 1:
         raise fail(
             where,
-            f"q, k and v {[list(x.shape) for x in locals_]} have {lengths} rows in seq_dim "
+            f"{'k and v' if style.cross_attention else 'q, k and v'} "
+            f"{[list(x.shape) for x in locals_]} have {lengths} rows in seq_dim "
             f"({style.seq_dim}); they must have one length",
             "check that seq_dim and head_dim name the layout (BSHD is 1, 2 and BNSD is 2, 1) and "
             "that each is this rank's shard",
@@ -159,6 +165,7 @@ def read_inputs(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         works=works,
+        is_cross=style.cross_attention,
     )
 
 

@@ -27,7 +27,7 @@ from hp_cp.gathers import check_streamed_style
 from hp_cp.halo import check_window_arguments
 from hp_cp.handlers import register_attention_handlers
 from hp_cp.plan import Plan, make_plan
-from hp_cp.style_arguments import check_style_arguments
+from hp_cp.style_arguments import check_cross_attention, check_style_arguments
 from hp_mesh.boundary import BoundaryStyle
 from hp_mesh.checks import require
 
@@ -67,6 +67,9 @@ class ContextParallel(BoundaryStyle):
             module computes from K and V and keeps itself (a cast, repeated heads) is not freed.
             Under activation checkpointing or other hooks on saved tensors it changes nothing; k
             and v must not be changed in place before backward. Default: True.
+        cross_attention: Whether k and v may be shards of another sequence than q, of another length
+            that the CP size divides as well. Default: False, so that tensors of another layout
+            are noticed.
         kv_chunks: In how many parts K and V are gathered, in Colossal and Hybrid, each while
             attention to the one before it runs; two are in memory at a time, and backward gathers
             them again. Inside, k and v are still the whole sequence, but only
@@ -117,6 +120,7 @@ class ContextParallel(BoundaryStyle):
         sliding_window: int | None = None,
         sink_tokens: int = 0,
         balance_hybrid: bool = False,
+        cross_attention: bool = False,
     ) -> None:
         super().__init__()
         where = type(self).__name__
@@ -145,6 +149,14 @@ class ContextParallel(BoundaryStyle):
             kv_chunks=kv_chunks,
             use_local_input=use_local_input,
             overlap=self.overlaps,
+        )
+        check_cross_attention(
+            where,
+            cross_attention,
+            load_balance=load_balance,
+            kv_chunks=kv_chunks,
+            sliding_window=sliding_window,
+            balance_hybrid=balance_hybrid,
         )
         for name, value, lengths in (
             ("qkv_indices", qkv_indices, (3,)),
@@ -177,6 +189,7 @@ class ContextParallel(BoundaryStyle):
         self.outputs = None if outputs is None else tuple(outputs)
         self.keep_kv = keep_kv
         self.kv_chunks = kv_chunks
+        self.cross_attention = cross_attention
         self.sliding_window = sliding_window
         self.sink_tokens = sink_tokens
         self.balance_hybrid = balance_hybrid

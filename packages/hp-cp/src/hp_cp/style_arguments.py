@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hp_mesh.checks import fail, require, require_positive
 
-__all__ = ["check_degree", "check_style_arguments", "resolve_dims"]
+__all__ = ["check_cross_attention", "check_degree", "check_style_arguments", "resolve_dims"]
 
 
 def check_style_arguments(
@@ -40,6 +40,39 @@ def check_style_arguments(
         where,
         "head_dim (-1) must not be the last dim, which holds the head size",
         "BSHD is seq_dim=1, head_dim=2; ulysses_degree=1 needs no head dim",
+    )
+
+
+def check_cross_attention(
+    where: str,
+    cross_attention: bool,
+    *,
+    load_balance: bool,
+    kv_chunks: int,
+    sliding_window: int | None,
+    balance_hybrid: bool,
+    head_groups: int = 1,
+) -> None:
+    """Refuse options that count on q, k and v being of one sequence."""
+    require(
+        isinstance(cross_attention, bool),
+        where,
+        f"cross_attention ({cross_attention!r}) must be True or False",
+    )
+    others = {
+        "load_balance": load_balance,
+        "balance_hybrid": balance_hybrid,
+        "kv_chunks": kv_chunks != 1,
+        "sliding_window": sliding_window is not None,
+        "head_groups": head_groups != 1,
+    }
+    taken = [name for name, is_set in others.items() if is_set]
+    require(
+        not (cross_attention and taken),
+        where,
+        f"cross_attention=True must not come with {' and '.join(taken)}, which count on q, k and v "
+        "of one sequence",
+        "leave one of them out",
     )
 
 
