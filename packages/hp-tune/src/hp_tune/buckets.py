@@ -78,7 +78,7 @@ def search_lengths(
                 model, cluster, here,
                 study=None if study is None else study(here),
                 storage=storage,
-                measurer=None if measurer is None else measurer(here),
+                measurer=measurer,
                 budget=budget,
                 tell=tell,
                 settings=how,

@@ -79,7 +79,7 @@ def search(
     *,
     study: Path | None = None,
     storage: str | None = None,
-    measurer: Measurer | None = None,
+    measurer: Measurer | Callable[[Workload], Measurer] | None = None,
     budget: Budget | None = None,
     tell: Callable[[str], None] = lambda _: None,
     settings: Settings | None = None,
@@ -93,7 +93,8 @@ def search(
         workload: Lengths and degrees; its ``recompute`` is replaced by what is decided here.
         study: Journal file that keeps every point; None keeps nothing.
         storage: Address of a database that keeps them instead, for workers on several machines.
-        measurer: Runs configurations; for the modes that measure.
+        measurer: Runs configurations, or makes what does for a workload, whose ``recompute`` is
+            decided here; for the modes that measure.
         budget: Where measuring stops; None for no limit.
         tell: Receives one sentence when there is something to wait for, to repair or to report.
         settings: How it is done; ``options`` are fields of `Settings` instead.
@@ -136,6 +137,7 @@ def search(
     else:
         assert measurer is not None, "checked above"
         assert place is not None, "a mode that measures has a place"
+        measurer = measurer(result.workload) if callable(measurer) else measurer
         result = _measured(result, found, how, place, measurer, budget or Budget(), tell)
     return concluded(result, how)
 

@@ -71,6 +71,7 @@ __all__ = ["search"]
               help="... and at least so many.")  # fmt: skip
 @duration_option("--budget", "Begin no trial after this time, such as 20m; exit code 4.")
 @count_option("--max-trials", "Begin at most so many trials in this run; exit code 4.")
+@measuring_options
 @click.option("--space", "restrict", multiple=True, metavar="KEY=VALUES",
               help="Search a part: u=1,2 lb=on,off overlap=... head_groups=... keep_kv=...",
               )  # fmt: skip
@@ -158,13 +159,13 @@ def _measurer(
     model: Model, options: dict[str, Any], study: Callable[[Workload], Path]
 ) -> Callable[[Workload], Measurer]:
     """Return what makes the runner of trials of a length; its logs are beside the study."""
-    from hp_tune.measured.options import make_measurer
+    from hp_tune.measured.options import measurer_from
 
-    def made(workload: Workload) -> Measurer:
-        logs = study(workload).with_suffix(".logs")
-        return make_measurer(model, workload, options, logs=logs, tell=tell)
+    def logs(workload: Workload) -> Path:
+        asked = {"recompute": options["recompute"] == "on"}  # which a search may decide otherwise
+        return study(workload.model_copy(update=asked)).with_suffix(".logs")
 
-    return made
+    return measurer_from(model, options, logs=logs, tell=tell)
 
 
 def _study_path(

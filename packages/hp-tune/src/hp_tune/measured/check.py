@@ -21,7 +21,6 @@ from hp_tune.measured.layers import (
     expected_traffic,
     make_layer,
     make_parts,
-    order_of,
 )
 from hp_tune.measured.request import JobRequest, LayerShape, StyleCall, check_length
 
@@ -63,7 +62,7 @@ def check(
     wanted = _reference(request, shape, Cut(seq_len, layout=request.layout), batch, dtype, exact,
                         device)  # fmt: skip
     rank, size = mesh.get_local_rank(), mesh.size()
-    cut = Cut(seq_len, rank, size, order_of(shape, style), request.layout)
+    cut = Cut(seq_len, rank, size, layout=request.layout)
     like = torch.empty(0, dtype=DTYPES[dtype], device=device.device)
     parts = make_parts(request.hidden_size, shape, like, seed=1)
     step = Step(make_layer(parts, request, style, mesh), shape, cut, request.recompute)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hp_cp.sliding import sliding_window_attention
 from hp_mesh.handoff import Handoff
 from hp_mesh.view import attention_window
 from hp_tune.measured.request import LayerShape
@@ -56,9 +57,10 @@ class DenseParts(nn.Module):
 
 
 class Core(nn.Module):
-    """Softmax attention by ``F.scaled_dot_product_attention``, as written for one device.
+    """Softmax attention as written for one device.
 
-    Windows are masks: torch has no kernel that skips what they hide.
+    Causal windows are `hp_cp.sliding_window_attention`; chunks, and windows to both sides, are
+    masks of ``F.scaled_dot_product_attention``, which computes what they hide.
     """
 
     def __init__(self, shape: LayerShape, layout: str, causal: bool) -> None:
@@ -69,6 +71,9 @@ class Core(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend; q, k, v and the result in the layout."""
         q, k, v = (_heads_first(x, self.layout) for x in (q, k, v))
+        if self.causal and self.shape.kind == "sliding" and self.shape.window is not None:
+            windowed = sliding_window_attention(q, k, v, self.shape.window)
+            return _heads_back(windowed, self.layout)
         mask = self._mask(q)
         out = F.scaled_dot_product_attention(
             q,

@@ -24,7 +24,6 @@ from hp_tune.measured.layers import (
     expected_traffic,
     make_layer,
     make_parts,
-    order_of,
 )
 from hp_tune.measured.request import JobRequest, StyleCall, check_length
 from hp_tune.measured.rounds import Runner, measure
@@ -119,12 +118,11 @@ def _checked(asked: JobRequest, style: StyleCall, mesh: DeviceMesh, device: Devi
 def _runner(
     asked: JobRequest, style: StyleCall, parts: list[Any], like: torch.Tensor, mesh: DeviceMesh
 ) -> Runner:
-    rank, size = mesh.get_local_rank(), mesh.size()
-    steps = []
-    for shape, own in zip(asked.layers, parts, strict=True):
-        cut = Cut(asked.seq_len, rank, size, order_of(shape, style), asked.layout)
-        steps.append(Step(make_layer(own, asked, style, mesh), shape, cut, asked.recompute))
-    cut = Cut(asked.seq_len, rank, size, layout=asked.layout)
+    cut = Cut(asked.seq_len, mesh.get_local_rank(), mesh.size(), asked.layout)
+    steps = [
+        Step(make_layer(own, asked, style, mesh), shape, cut, asked.recompute)
+        for shape, own in zip(asked.layers, parts, strict=True)
+    ]
     rows = cut.shape(asked.batch, asked.hidden_size)
     x, upstream = (torch.randn(rows, dtype=like.dtype, device=like.device) for _ in range(2))
     return Runner(steps, x.requires_grad_(), upstream)

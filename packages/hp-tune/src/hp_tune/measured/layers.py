@@ -32,7 +32,6 @@ class Cut:
     Attributes:
         seq_len: Tokens of the whole sequence.
         rank, size: CP rank and CP ranks.
-        order: How rows lie on the ranks: ``"contiguous"`` or ``"head_tail"``.
         layout: Of q, k and v; hidden states are ``[S, B, hidden]`` for SBHD, ``[S, hidden]`` for
             TND, else ``[B, S, hidden]``.
     """
@@ -40,7 +39,6 @@ class Cut:
     seq_len: int
     rank: int = 0
     size: int = 1
-    order: Any = "contiguous"
     layout: str = "BSHD"
 
     @property
@@ -60,7 +58,7 @@ class Cut:
         from hp_mesh.sequence import shard_sequence
 
         dim = self.seq_dim if dim is None else dim
-        return shard_sequence(whole, (self.rank, self.size), seq_dim=dim, order=self.order)
+        return shard_sequence(whole, (self.rank, self.size), seq_dim=dim)
 
     def positions(self, device: torch.device) -> Tensor:
         """Return where this rank's rows lie, ``[S/P]``."""
@@ -137,50 +135,32 @@ def make_layer(
 def _put_dense(layer: DenseLayer, style: StyleCall, mesh: Any) -> None:
     import hp_cp
 
-    if not style.overlap:
-        hp_cp.ContextParallel(**style.kwargs).apply(layer.core, mesh)
-        return
-    ahead = hp_cp.AsyncContextParallel(**style.kwargs)
-    if style.kwargs.get("head_groups", 1) > 1:
-        ahead.apply(layer.core, mesh)
-        return
-    ahead.apply(
-        layer.core,
-        mesh,
-        q_proj=layer.handoffs["q"],
-        k_proj=layer.handoffs["k"],
-        v_proj=layer.handoffs["v"],
-    )
+    kwargs = style.dense.kwargs
+    made = getattr(hp_cp, style.dense.name)(**kwargs)
+    handoffs = {}
+    if style.overlap and kwargs.get("head_groups", 1) == 1:
+        handoffs = {f"{name}_proj": layer.handoffs[name] for name in "qkv"}
+    made.apply(layer.core, mesh, **handoffs)
 
 
 def _put_sparse(layer: Any, style: StyleCall, mesh: Any) -> None:
     import hp_dsa
 
-    given = style.sparse_kwargs
     has_indexer = layer.parts.shape.has_indexer
     if has_indexer:  # keys that attention and indexer have gathered serve the loss too
         hp_dsa.DSAGatherCache().apply(layer)
     latent, rope, key = (layer.handoffs[name] for name in ("latent", "rope", "index_key"))
+    handoffs: dict[str, dict[str, Any]] = {"indexer": {}, "attention": {}, "indexer_loss": {}}
     if style.overlap:
-        hp_dsa.AsyncDSASparseAttentionContextParallel(**given).apply(
-            layer.attention, mesh, key_handoff=latent, value_handoff=latent, key_rope_handoff=rope
-        )
-    else:
-        hp_dsa.DSASparseAttentionContextParallel(**given).apply(layer.attention, mesh)
-    if not has_indexer:
-        return
-    if style.overlap:
-        hp_dsa.AsyncDSAIndexerContextParallel(**given).apply(layer.indexer, mesh, key_handoff=key)
-        hp_dsa.AsyncDSAIndexerLossContextParallel(**given).apply(layer.loss, mesh)
-    else:
-        hp_dsa.DSAIndexerContextParallel(**given).apply(layer.indexer, mesh)
-        hp_dsa.DSAIndexerLossContextParallel(**given).apply(layer.loss, mesh)
-
-
-def order_of(shape: LayerShape, style: StyleCall) -> str:
-    """Return how the rows must lie: balanced sparse attention takes them in head-tail order."""
-    balanced = style.sparse_kwargs.get("load_balance", False)
-    return "head_tail" if shape.is_sparse and balanced else "contiguous"
+        handoffs["indexer"] = {"key_handoff": key}
+        handoffs["attention"] = {"key_handoff": latent, "value_handoff": latent}
+        handoffs["attention"]["key_rope_handoff"] = rope
+    modules = {"attention": layer.attention}
+    if has_indexer:
+        modules |= {"indexer": layer.indexer, "indexer_loss": layer.loss}
+    for at, module in modules.items():
+        named = style.sparse[at]
+        getattr(hp_dsa, named.name)(**named.kwargs).apply(module, mesh, **handoffs[at])
 
 
 def expected_traffic(
@@ -209,8 +189,8 @@ def _dense_rows(
 ) -> Sequence[Row]:
     from hp_cp.plan import make_plan
 
-    given = style.kwargs
-    plan = make_plan(request.cp_size, given["ulysses_degree"], given["load_balance"])
+    given = style.dense.kwargs
+    plan = make_plan(request.cp_size, given["ulysses_degree"], given.get("load_balance", False))
     groups = given.get("head_groups", 1)
     described = plan.describe(
         num_heads=shape.num_heads,
@@ -231,9 +211,12 @@ def _sparse_rows(
 ) -> Sequence[Row]:
     from hp_dsa.plan import make_plan
 
-    given = style.sparse_kwargs
+    given = style.sparse["indexer"].kwargs
     described = make_plan(
-        request.cp_size, layout=given["layout"], load_balance=given["load_balance"]
+        request.cp_size,
+        layout=given["layout"],
+        load_balance=given.get("load_balance", False),
+        order=given.get("order"),
     ).describe(
         latent=(shape.latent_size or 0) - shape.rope_size,
         rope=shape.rope_size,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from hp_tune.errors import UsageError
-from hp_tune.files import sha256
 from hp_tune.measured.outcome import failure, measured
 from hp_tune.measured.request import JobRequest, Protocol, layer_shapes, style_call
 from hp_tune.measured.result import Measured
@@ -36,7 +36,6 @@ class TorchrunMeasurer:
         timeout: Seconds for a trial; a job of n finalists has n times as many.
         protocol: How long is measured.
         module: What the ranks run; another one is for tests.
-        tell: Receives one sentence when something needs to be known.
     """
 
     model: Model
@@ -46,7 +45,6 @@ class TorchrunMeasurer:
     timeout: float = 300.0
     protocol: Protocol = field(default_factory=Protocol)
     module: str = JOB
-    tell: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
         workload, world = self.workload, self.launcher.world_size
@@ -90,14 +88,6 @@ class TorchrunMeasurer:
             "warmup": self.protocol.warmup,
             "rounds": self.protocol.rounds,
         }
-
-    def check(self) -> None:
-        """Ask every node for its devices, once and before any trial.
-
-        Raises:
-            MissingToolsError: They are not there.
-        """
-        self.launcher.check()
 
     def trial(self, config: Config) -> Measured:
         """Run one configuration in a job of its own; no failure of it is raised."""
@@ -170,14 +160,13 @@ class TorchrunMeasurer:
         labels = [style.label for style in asked.styles]
         name = labels[0] if len(labels) == 1 else f"finals of {len(labels)}"
         words = "-".join(name.replace("=", "").split())
-        return self.logs / f"{words}-s{asked.seq_len}-{sha256(asked.to_json())[:8]}"
+        # of its own: other workers may run the same
+        return self.logs / f"{words}-s{asked.seq_len}-{secrets.token_hex(4)}"
 
 
-def _version(distribution: str) -> str:
+def _version(package: str) -> str:
     """Return the version of what is installed; of a source tree on the path, none is known."""
-    from importlib.metadata import PackageNotFoundError
-
     try:
-        return version(distribution)
+        return version(package)
     except PackageNotFoundError:
         return "source"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hp_tune.model import Model
     from hp_tune.workload import Workload
 
-__all__ = ["make_measurer", "measuring_options"]
+__all__ = ["measurer_from", "measuring_options"]
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any] | click.Command)
 
@@ -38,31 +38,31 @@ OPTIONS = (
 
 
 def measuring_options(command: Decorated) -> Decorated:
-    """Add the options of measured trials to a command; `make_measurer` reads them."""
+    """Add the options of measured trials to a command; `measurer_from` reads them."""
     for option in reversed(OPTIONS):
         command = option(command)
     return command
 
 
-def make_measurer(
+def measurer_from(
     model: Model,
-    workload: Workload,
     options: Mapping[str, Any],
     *,
-    logs: Path,
+    logs: Callable[[Workload], Path],
     tell: Callable[[str], None] = lambda _: None,
-) -> TorchrunMeasurer:
-    """Return the measurer that a command's options describe, after asking the hosts for devices.
+) -> Callable[[Workload], TorchrunMeasurer]:
+    """Return what makes the measurer of a workload, as a command's options describe it.
+
+    The hosts are asked for their devices here, once.
 
     Args:
         model: Of the search.
-        workload: Of the search.
-        options: Parameters of the command, among them those of `measuring_options`.
-        logs: Folder for the logs of the trials.
+        options: Parameters of the command, among them those of `measuring_options` and ``cp``.
+        logs: Returns the folder for the logs of the trials of a workload.
         tell: Receives one sentence when something needs to be known.
 
     Raises:
-        UsageError: The ranks do not fit the workload.
+        UsageError: The ranks of the hosts are not those of the workload.
         MissingToolsError: The devices of the backend are not there.
     """
     from hp_tune.errors import UsageError
@@ -70,25 +70,28 @@ def make_measurer(
     from hp_tune.measured.request import Protocol
     from hp_tune.torchrun import Launcher
 
-    hosts, nproc = tuple(options["hosts"]), options["nproc_per_node"]
+    hosts, nproc, cp = tuple(options["hosts"]), options["nproc_per_node"], options["cp"]
     nodes = max(1, len(hosts))
-    if nproc is None:
-        if workload.cp_size % nodes:
-            raise UsageError(
-                f"--cp ({workload.cp_size}) must be divisible by the number of --host ({nodes})",
-                "say how many ranks a host has with --nproc-per-node",
-            )
-        nproc = workload.cp_size // nodes
-    measurer = TorchrunMeasurer(
-        model,
-        workload,
-        Launcher(options["backend"], nproc, hosts, master_addr=options["master_addr"]),
-        logs,
-        timeout=options["trial_timeout"],
-        protocol=Protocol(warmup=options["warmup"], rounds=options["rounds"]),
-        tell=tell,
+    if nproc is None and cp % nodes:
+        raise UsageError(
+            f"--cp ({cp}) must be divisible by the number of --host ({nodes})",
+            "say how many ranks a host has with --nproc-per-node",
+        )
+    launcher = Launcher(
+        options["backend"], nproc or cp // nodes, hosts, master_addr=options["master_addr"]
     )
-    if options["backend"] == "cpu-gloo":
-        tell("backend cpu-gloo: times are those of this machine's CPUs and not transferable")
-    measurer.check()
-    return measurer
+    if launcher.backend == "cpu-gloo":
+        tell("backend cpu-gloo: times are those of these machines' CPUs and not transferable")
+    launcher.check()
+
+    def make(workload: Workload) -> TorchrunMeasurer:
+        return TorchrunMeasurer(
+            model,
+            workload,
+            launcher,
+            logs(workload),
+            timeout=options["trial_timeout"],
+            protocol=Protocol(warmup=options["warmup"], rounds=options["rounds"]),
+        )
+
+    return make

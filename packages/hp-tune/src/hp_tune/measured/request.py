@@ -59,19 +59,27 @@ class LayerShape:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedStyle:
+    """A style by its class and the arguments of the constructor."""
+
+    name: str
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class StyleCall:
     """A configuration as its styles are constructed.
 
     Attributes:
         label: For people.
-        kwargs: Of `hp_cp.ContextParallel` or `hp_cp.AsyncContextParallel`.
-        sparse_kwargs: Of the three styles of hp_dsa.
-        overlap: Whether the asynchronous styles are meant.
+        dense: Class and arguments of the style of hp_cp.
+        sparse: Those of the three styles of hp_dsa, by boundary.
+        overlap: Whether they are asynchronous ones.
     """
 
     label: str
-    kwargs: dict[str, Any]
-    sparse_kwargs: dict[str, Any]
+    dense: NamedStyle
+    sparse: dict[str, NamedStyle]
     overlap: bool = False
 
 
@@ -120,10 +128,15 @@ class JobRequest:
         """Return the request that ``to_json`` wrote."""
         parts = {
             "layers": tuple(LayerShape(**layer) for layer in found["layers"]),
-            "styles": tuple(StyleCall(**style) for style in found["styles"]),
+            "styles": tuple(map(_style_call, found["styles"])),
             "protocol": Protocol(**found["protocol"]),
         }
         return JobRequest(**{**found, **parts})
+
+
+def _style_call(found: dict[str, Any]) -> StyleCall:
+    sparse = {at: NamedStyle(**style) for at, style in found["sparse"].items()}
+    return StyleCall(**{**found, "dense": NamedStyle(**found["dense"]), "sparse": sparse})
 
 
 def layer_shapes(model: Model, tp_size: int) -> tuple[LayerShape, ...]:
@@ -154,23 +167,21 @@ def _shape(layer: Attention, count: int, tp_size: int) -> LayerShape:
 
 
 def style_call(config: Config, workload: Workload) -> StyleCall:
-    """Return the arguments that an entry of ``plan.json`` with this configuration gives."""
-    dense, sparse = (
-        _entry_kwargs(config, workload.layout, styles) for styles in ("hp_cp", "hp_dsa")
-    )
-    return StyleCall(config.label(workload.cp_size), dense, sparse, config.overlap)
+    """Return the styles of an entry of ``plan.json`` with this configuration."""
+    dense, sparse = (_styles(config, workload.layout, name) for name in ("hp_cp", "hp_dsa"))
+    label = config.label(workload.cp_size)
+    return StyleCall(label, dense["attention"], sparse, config.overlap)
 
 
-def _entry_kwargs(config: Config, layout: str, styles: str) -> dict[str, Any]:
+def _styles(config: Config, layout: str, package: str) -> dict[str, NamedStyle]:
     from hp_tune.plan_file import Entry
 
-    # of an entry only what its arguments follow from: it has no numbers yet
+    # of an entry only what its styles follow from: it has no numbers yet
     entry = Entry.model_construct(
-        best=SimpleNamespace(config=config),
-        layout=layout,
-        styles=styles,
+        best=SimpleNamespace(config=config), layout=layout, styles=package
     )
-    return entry.style_kwargs()
+    specs = entry.style_specs()
+    return {at: NamedStyle(spec.name, dict(spec.arguments)) for at, spec in specs.items()}
 
 
 def check_length(request: JobRequest) -> int:

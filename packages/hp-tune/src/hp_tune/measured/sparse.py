@@ -44,7 +44,7 @@ class _Indexer(nn.Module):
     def forward(self, query: Tensor, key: Tensor, weights: Tensor, **lengths: Any) -> Any:
         indices, _ = ops.lightning_indexer(
             query, key, weights, layout_query=self.layout, layout_key=self.layout,
-            sparse_count=self.shape.index_topk or 1, return_value=True, **lengths,
+            sparse_count=self.shape.index_topk or 1, **lengths,
         )  # fmt: skip
         return indices
 
