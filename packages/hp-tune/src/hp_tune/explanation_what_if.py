@@ -17,7 +17,6 @@ from hp_tune.cost import Prediction
 from hp_tune.engine import Result
 from hp_tune.layer_cost import LayerCost
 from hp_tune.model import Attention, Model
-from hp_tune.pairs import work_shares
 from hp_tune.pricing import Move
 from hp_tune.ring import ring_attention
 from hp_tune.space import Rejection, check
@@ -38,7 +37,8 @@ class Opportunity:
         feature: Its name.
         label: The configuration that is fastest with it.
         missing_in: ``runtime``: no style does it. ``model``: a style does, and the model would have
-            to be changed for it. ``plan``: styles do it, and a plan does not say it.
+            to be changed for it. ``search``: a style does, and the search does not rank it.
+            ``plan``: styles do it, and a plan does not say it.
         ms: Predicted, forward and backward.
         gain: Part of the best configuration's time that it would save; negative where it loses.
         how: What would have to be done, one sentence.
@@ -174,7 +174,7 @@ def _balances(result: Result, config: Config) -> bool:
 
 
 def _balanced_hybrids(result: Result) -> Iterator[_Candidate]:
-    """Causal work evened out in Hybrid too: each Colossal member computes a head and a tail."""
+    """Causal work evened out in Hybrid too: halves swapped with the mirror Ulysses group."""
     workload, P = result.workload, result.workload.cp_size
     for u in divisors(P)[1:-1]:
         config = Config(ulysses_degree=u, load_balance=True)
@@ -182,13 +182,9 @@ def _balanced_hybrids(result: Result) -> Iterator[_Candidate]:
         if _rule(result, config) != "V05" or _rule(result, plain) or not _balances(result, config):
             continue
 
-        def even(cost: LayerCost, u: int = u) -> None:
-            shares = work_shares(Plan(P, u), cost.layer, workload)
-            cost.pairs, cost.imbalance = sum(shares) / len(shares), 1.0
-
-        seconds = _seconds(result.model, result.cluster, workload, config, even)
-        how = "load_balance for degrees between 1 and cp_size: tails of q swapped across the ranks"
-        yield _Candidate("balanced hybrid", config.label(P), "runtime", seconds, how)
+        seconds = _seconds(result.model, result.cluster, workload, config)
+        how = f"ContextParallel(ulysses_degree={u}, balance_hybrid=True), which is not ranked yet"
+        yield _Candidate("balanced hybrid", config.label(P), "search", seconds, how)
 
 
 def _balanced_async(result: Result) -> Iterator[_Candidate]:
@@ -230,8 +226,10 @@ def _halos(result: Result) -> Iterator[_Candidate]:
 
         seconds = _seconds(result.model, result.cluster, workload, config, narrow)
         if any(shrunk):
-            how = "a halo exchange: each rank sends the last window of its K and V to the next"
-            yield _Candidate("halo exchange", config.label(P), "runtime", seconds, how)
+            how = (
+                "ContextParallel(sliding_window=...) on the sliding layers, which is not ranked yet"
+            )
+            yield _Candidate("halo exchange", config.label(P), "search", seconds, how)
 
 
 def _halo(cost: LayerCost) -> list[Move]:
