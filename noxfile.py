@@ -130,6 +130,13 @@ def bench_peers(session: nox.Session) -> None:
     session.run("python", *args, env={**RANKS_ENV, "DS_ACCELERATOR": "cpu"})
 
 
+@nox.session(default=False)
+def api_docs(session: nox.Session) -> None:
+    """Write the API reference from the docstrings into ``.nox/api``."""
+    with_workspace(session, *group("api"))
+    session.run("python", "docs/api.py", str(ROOT / ".nox" / "api"), env=RANKS_ENV)
+
+
 INTERPRETED = tuple(
     f"packages/hp-comm/tests/{kind}/test_kernels_interpreter.py" for kind in ("unit", "distributed")
 )
