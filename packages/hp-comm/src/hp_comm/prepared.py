@@ -11,7 +11,7 @@ it can be differentiated once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 from torch import Tensor
@@ -123,10 +123,9 @@ class PreparedExchange(Exchange):
         angles = iter(kept[2 * len(normed) :])
         restored: list[HeadWork | None] = []
         for t, work in enumerate(self.works):
-            if work is not None and work.cos is not None:
-                work = replace(work, cos=next(angles), sin=next(angles))
-            if work is not None and t in weights:
-                work = replace(work, weight=weights[t])
+            if work is not None:
+                cos, sin = (None if work.cos is None else next(angles) for _ in range(2))
+                work = work.again(weights.get(t), cos, sin)
             restored.append(work)
         results = self.results(needed)
         works = [restored[t] for t in results]

@@ -9,7 +9,7 @@ Everything runs in fp32 (fp64 for fp64) and is rounded once, into the dtype of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -82,6 +82,14 @@ class HeadWork:
                 where,
                 f"cos {tuple(self.cos.shape)} must be of the shape of sin {tuple(self.sin.shape)}",
             )
+
+    def again(self, weight: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> HeadWork:
+        """Return the same work with tensors that say the same, which need not be checked again."""
+        work = object.__new__(HeadWork)
+        given = (weight, self.eps, cos, sin, self.interleaved)
+        for field, value in zip(fields(HeadWork), given, strict=True):
+            object.__setattr__(work, field.name, value)
+        return work
 
     @property
     def rotary(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
@@ -93,7 +92,7 @@ def _alike(work: HeadWork | None) -> HeadWork | None:
         return work
     if work.cos.stride() == work.sin.stride():
         return work
-    return replace(work, cos=work.cos.contiguous(), sin=work.sin.contiguous())
+    return work.again(work.weight, work.cos.contiguous(), work.sin.contiguous())
 
 
 def _read(x: Tensor, work: HeadWork) -> Tensor:
