@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import optuna
 import regret_report
 from regret_rules import RULES
 from rig import ADDRESSES, DEVICE, TwoHosts, Unavailable
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="folder for profiles and logs")
     parser.add_argument("--record", type=Path, help="append the cells to this file as JSON lines")
     options = parser.parse_args(argv)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
     try:

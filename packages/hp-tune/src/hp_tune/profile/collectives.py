@@ -18,8 +18,9 @@ __all__ = ["gather", "measure_collectives"]
 ENOUGH_MS = 400.0
 """No larger message of a shape is measured after one that takes so long: the slope is known."""
 
-SHORT_MS = 0.5
-CALLS = 8
+TRAINS = ((0.5, 8), (60.0, 4))
+"""Calls that are timed together, below so many ms: links let a single short message pass at once,
+from a buffer that the next one finds full, and the calls of a layer follow each other."""
 
 # torch 2.13 has new names for these and warns of the old ones, which is all that others have
 gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -45,7 +46,7 @@ def measure_collectives(
             run, sent[name] = _collective(shape, size, group, clock.device)
             run()  # the first call makes the connections
             ms = min(clock.longest([clock.once(Piece(run))[0]])[0] for _ in range(2))
-            pieces[name] = Piece(run, CALLS if ms < SHORT_MS else 1)
+            pieces[name] = Piece(run, next((calls for limit, calls in TRAINS if ms < limit), 1))
             if ms > ENOUGH_MS:
                 break
     found = clock.measure(pieces, rounds)
