@@ -13,15 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from hp_cp.plan import Plan
 from hp_tune.cluster import Cluster, Source
 from hp_tune.layer_cost import LayerCost
 from hp_tune.model import Attention, Model
 from hp_tune.schedule import Slot
-from hp_tune.sparse_cost import SparseCost
 from hp_tune.term import Phase, Term, run, source_of
 from hp_tune.workload import Config, Workload
+
+if TYPE_CHECKING:
+    from hp_tune.sparse_cost import SparseCost
 
 __all__ = ["Prediction", "Timeline", "predict"]
 
@@ -89,6 +92,8 @@ def predict(model: Model, cluster: Cluster, workload: Workload, config: Config) 
             continue
         cost: LayerCost | SparseCost
         if layer.is_sparse:
+            from hp_tune.sparse_cost import SparseCost  # most models have no such layer
+
             cost = SparseCost(model, layer, cluster, workload, config)
             extra = held = cost.description.gathered_bytes
         else:

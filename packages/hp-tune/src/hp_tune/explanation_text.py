@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
-
 from hp_tune.explanation import Explanation, Rival, layers_of, link_rate
 from hp_tune.memory import GIB
-from hp_tune.tables import milliseconds, new_console, new_table
+from hp_tune.tables import Table, milliseconds, new_console, new_table
 from hp_tune.term import Term
 from hp_tune.timeline import timeline_lines
 

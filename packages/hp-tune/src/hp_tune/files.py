@@ -65,7 +65,8 @@ def load_yaml(path: Path) -> tuple[dict[str, Any], Positions]:
     import yaml
 
     try:
-        node = yaml.compose(_read(path), Loader=yaml.SafeLoader)
+        # libyaml is ten times as fast, where it was built in
+        node = yaml.compose(_read(path), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""

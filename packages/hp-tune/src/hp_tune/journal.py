@@ -13,15 +13,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hp_tune.errors import StudyError
 from hp_tune.shield import Shield
 
 if TYPE_CHECKING:
-    from optuna.storages import JournalStorage
+    from optuna.storages import BaseStorage, JournalStorage
+    from optuna.storages.journal import JournalFileBackend
 
-__all__ = ["locked", "open_storage", "repair_tail"]
+__all__ = ["in_one_write", "locked", "open_storage", "repair_tail"]
 
 FIRST_BYTES = b'{"op_code"'
 LINK_GRACE_SECONDS = 3
@@ -160,8 +161,59 @@ def open_storage(path: Path) -> JournalStorage:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     lock = JournalFileSymlinkLock(str(path), grace_period=LINK_GRACE_SECONDS)
     try:
-        return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+        backend: Any = _Batched(JournalFileBackend(str(path), lock_obj=lock))  # by its methods
+        return JournalStorage(backend)
     except (ValueError, KeyError) as error:
         raise StudyError(f"study {path} is not an Optuna journal: {error}") from None
     except OSError as error:
         raise StudyError(f"study {path} cannot be opened: {error.strerror}") from None
+
+
+@contextmanager
+def in_one_write(storage: BaseStorage) -> Iterator[None]:
+    """Keep what is recorded in the meantime, and write it at once at the end.
+
+    Hold the lock, and have read the file to its end: nobody else's records may come in between.
+    """
+    backend = getattr(storage, "_backend", None)
+    if not isinstance(backend, _Batched):
+        yield
+        return
+    backend.begin()
+    yield  # after an error nothing is written
+    backend.flush()
+
+
+class _Batched:
+    """A backend of Optuna's Journal that can keep records back and write many at once."""
+
+    def __init__(self, inner: JournalFileBackend) -> None:
+        self._inner = inner
+        self._kept: list[dict[str, Any]] | None = None
+        self._first = -1
+
+    def begin(self) -> None:
+        """Keep records from now on."""
+        self._kept, self._first = [], -1
+
+    def flush(self) -> None:
+        """Write the records that were kept."""
+        kept, self._kept = self._kept, None
+        if kept:
+            self._inner.append_logs(kept)
+
+    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
+        """Yield the records from a number on; what was kept follows what is in the file."""
+        if self._kept is None:
+            yield from self._inner.read_logs(log_number_from)
+            return
+        if self._first < 0:
+            self._first = log_number_from
+        yield from self._kept[log_number_from - self._first :]
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        """Write records, or keep them."""
+        if self._kept is None:
+            self._inner.append_logs(logs)
+        else:
+            self._kept += logs

@@ -110,6 +110,8 @@ def find_flips(
         if not matters(name, cluster, workload, ranking):
             continue
         for other in ends_of(name, value):
+            if not _may_flip(name, other / value, [ranked.prediction for ranked in ranking]):
+                continue
             changed = with_number(cluster, name, other)
             first = priced_again(model, changed, workload, ranking[0])
             rivals = [
@@ -143,13 +145,35 @@ def at_least(found: Prediction, name: str) -> float:
 
     Only terms with that number behind them change, each to no less than 0.3 of its time.
     """
+    return found.seconds - 0.7 * _affected(found, name)
+
+
+def _may_flip(name: str, factor: float, found: Sequence[Prediction]) -> bool:
+    """Return whether a rival may overtake the first when a number is ``factor`` times as large.
+
+    Terms with the number behind them all grow or all shrink, by that factor at most. Where they
+    grow rivals do not get faster, and the first grows by them, and by its overlap at most once
+    more; where they shrink the first does not get slower.
+    """
+    first, rivals = found[0], found[1:]
+    if not rivals:
+        return False
+    grows = (factor > 1) != name.endswith(_RATES)
+    if grows:
+        most = max(factor, 1 / factor) - 1
+        slowest = first.seconds + 2 * most * _affected(first, name)
+        return min(rival.seconds for rival in rivals) <= slowest
+    return min(at_least(rival, name) for rival in rivals) <= first.seconds
+
+
+def _affected(found: Prediction, name: str) -> float:
+    """Return the seconds of the terms that a number of the cluster is behind."""
     network = name.startswith("tiers.") or name == "device.overlap_slowdown"
-    affected = (
+    return sum(
         term.seconds
         for term in found.terms
         if (term.resource == "network" if network else name in term.sources)
     )
-    return found.seconds - 0.7 * sum(affected)
 
 
 def ends_of(name: str, value: float) -> tuple[float, float]:
@@ -172,6 +196,8 @@ def matters(name: str, cluster: Cluster, workload: Workload, ranking: Sequence[R
 
 
 _NOT_TIME = ("memory_GiB", "comm_buffer_MiB")
+_RATES = ("efficiency", "GBps", "GBps_of_bus", "GBps_per_link", "GBps_per_rank", "TFLOPS")
+"""How the names of numbers end that are divided by."""
 _FRACTIONS = ("efficiency", "overlap_slowdown")
 _FACTORS = ("oversubscription", "ranks_per_nic")
 

@@ -7,15 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from hp_tune.cluster import Cluster, Curve, Number
 from hp_tune.engine import Result
 from hp_tune.memory import GIB
 from hp_tune.model import Model
 from hp_tune.plan_file import PlanFile
 from hp_tune.ranking import Ranked
-from hp_tune.tables import milliseconds, new_console, new_table, print_json
+from hp_tune.tables import Table, milliseconds, new_console, new_table, print_json
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hp_tune.errors import StudyError
 from hp_tune.files import sha256
-from hp_tune.journal import open_storage
+from hp_tune.journal import in_one_write, open_storage
 from hp_tune.measured.result import Measured
 from hp_tune.owner import is_gone, this_process
 from hp_tune.place import JournalPlace, Place
@@ -102,13 +102,14 @@ class Trials:
 
     def add(self, points: Sequence[tuple[Point, Fate]]) -> Recorded:
         """Add the points that the study does not have yet, as done, waiting or ruled out."""
-        with self._open() as (study, _):
+        with self._open() as (study, storage):
             known = _by_key(study, str(self.place))
             missing = [p for p in points if point_key(p[0].config) not in known]
-            study.add_trials(
-                trial_of(point, fate, point_key(point.config), self.cp_size, self.objectives)
-                for point, fate in missing
-            )
+            with in_one_write(storage):
+                study.add_trials(
+                    trial_of(point, fate, point_key(point.config), self.cp_size, self.objectives)
+                    for point, fate in missing
+                )
         where = self.place.path if isinstance(self.place, JournalPlace) else str(self.place)
         return Recorded(where, len(missing), len(points) - len(missing), self.place.dropped)
 

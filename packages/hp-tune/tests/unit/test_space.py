@@ -15,6 +15,7 @@ from hp_tune.engine import NothingValidError, Result, search
 from hp_tune.errors import UsageError
 from hp_tune.hf_config import read_model
 from hp_tune.model import Attention, Model
+from hp_tune.ranking import assumed_numbers, ends_of, priced_again, six_digits, with_number
 from hp_tune.restriction import read_restriction
 from hp_tune.space import Rejection, async_available, check, enumerate_space
 from hp_tune.workload import Config, Workload
@@ -298,3 +299,24 @@ def test_what_is_no_part_of_the_space_is_said(words: str, problem: str) -> None:
     """With the nearest key, or the values that there are."""
     with pytest.raises(UsageError, match=problem):
         read_restriction(words, 8)
+
+
+def test_flips_are_those_of_pricing_everything_again() -> None:
+    """What is skipped, because nobody could overtake, would not have been first."""
+    llama, seen = read_model("Llama-3.1-8B"), 0
+    for cluster, cp, length in (("cpu-gloo", 8, 8192), ("hgx-h100", 2, 8192),
+                                ("atlas-800t-a2", 16, 16384)):  # fmt: skip
+        found = run(llama, cluster, overlap=True, handoffs=True, cp_size=cp, seq_len=length)
+        every: list[tuple[str, float, Config]] = []
+        for name, value in assumed_numbers(found.cluster):
+            for other in ends_of(name, value):
+                changed = with_number(found.cluster, name, other)
+                again = min(
+                    (priced_again(llama, changed, found.workload, one) for one in found.ranking),
+                    key=lambda one: one.order,
+                )
+                if again.config != found.ranking[0].config:
+                    every.append((name, six_digits(other), again.config))
+        assert [(flip.number, flip.other, flip.winner) for flip in found.flips] == every
+        seen += len(every)
+    assert seen
