@@ -71,7 +71,6 @@ __all__ = ["search"]
               help="... and at least so many.")  # fmt: skip
 @duration_option("--budget", "Begin no trial after this time, such as 20m; exit code 4.")
 @count_option("--max-trials", "Begin at most so many trials in this run; exit code 4.")
-@measuring_options
 @click.option("--space", "restrict", multiple=True, metavar="KEY=VALUES",
               help="Search a part: u=1,2 lb=on,off overlap=... head_groups=... keep_kv=...",
               )  # fmt: skip
