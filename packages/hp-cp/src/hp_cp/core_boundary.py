@@ -164,7 +164,9 @@ class CPBoundary(Boundary[Call]):
         window = self.plan.rows(self.rank, self._length(inputs))[0]
         if not inputs.is_cross:
             return window
-        keys = inputs.locals[1].size(inputs.dims[0]) * self.plan.cp_size
+        keys = inputs.locals[1].size(inputs.dims[0])
+        if not inputs.kv_is_whole:
+            keys *= self.plan.cp_size
         return dataclasses.replace(window, key_length=keys)
 
     def _streamed(self, axis: int) -> Streamed:
@@ -220,7 +222,7 @@ class CPBoundary(Boundary[Call]):
         # only now: the ranks have one length, so all of them refuse it with one text
         length = inputs.locals[0].size(inputs.dims[0])
         self.plan.check_length(length, self.where)
-        if inputs.is_cross:
+        if inputs.is_cross and not inputs.kv_is_whole:
             self.plan.check_length(inputs.locals[1].size(inputs.dims[0]), self.where)
         self.plan.check_kv_chunks(self.style.kv_chunks, length, where=self.where)
         return inputs
@@ -247,7 +249,7 @@ class CPBoundary(Boundary[Call]):
             )
         else:
             q, k, v = (done(x, work) for x, work in zip(inputs.locals, inputs.works, strict=True))
-        if self.colossal_group is not None and not self.streams_kv:
+        if self.colossal_group is not None and not (self.streams_kv or inputs.kv_is_whole):
             self.keep_shards(inputs, k, v)
             k, v = gather_seq((k, v), self.colossal_group, seq_dim=seq_dim, dense=self.wants_dense)
         return self.expand(q, k, v, inputs)

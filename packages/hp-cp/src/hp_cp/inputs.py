@@ -55,6 +55,11 @@ class Inputs:
     works: Works = (None, None, None)
     is_cross: bool = False
 
+    @property
+    def kv_is_whole(self) -> bool:
+        """Whether k and v came with the whole sequence, so that nothing is to be gathered."""
+        return self.layouts[1].is_whole
+
     def signature(self) -> dict[str, object]:
         """Return what must be the same on every CP rank, by the name to show."""
         seq_dim, _ = self.dims
@@ -118,10 +123,27 @@ def read_inputs(
         where, ndim, style.seq_dim, style.head_dim, needs_heads=needs_heads
     )
     pairs = [
-        read_layout(x, cp_mesh, seq_dim, name, where)
+        read_layout(
+            x,
+            cp_mesh,
+            seq_dim,
+            name,
+            where,
+            # what is sent ahead is gathered: the async style knows no keys that are there already
+            may_be_whole=name != "q"
+            and style.cross_attention
+            and plan.mode == "colossal"
+            and not style.overlaps,
+        )
         for name, x in zip(LABELS, tensors, strict=True)
     ]
     q, k, v = locals_ = [local for local, _ in pairs]
+    require(
+        pairs[1][1].is_whole == pairs[2][1].is_whole,
+        where,
+        "k and v must both be whole (Replicate()) on the CP axis, or both be shards",
+        "redistribute one of them",
+    )
     lengths = [x.size(seq_dim) for x in locals_]
     same = lengths[1:] if style.cross_attention else lengths
     if len(set(same)) != 1:

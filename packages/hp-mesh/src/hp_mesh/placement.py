@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from hp_mesh._torch import concatenate_meshes, from_local
 from hp_mesh.checks import fail, require
@@ -67,6 +67,11 @@ class TensorLayout:
         """Placements on the axes that are not CP."""
         return tuple(self.placements[a] for a in self.foreign_axes)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every CP rank came with the whole sequence."""
+        return bool(self.cp_axes) and all(self.placements[a].is_replicate() for a in self.cp_axes)
+
     def foreign_mesh(self) -> DeviceMesh | None:
         """Return the mesh of the axes that are not CP, or None if there are none."""
         if self.mesh is None or not self.foreign_axes:
@@ -112,7 +117,13 @@ def _axis_ranks(mesh: DeviceMesh, axis: int) -> frozenset[int]:
 
 
 def read_layout(
-    tensor: Tensor, cp_mesh: DeviceMesh, seq_dim: int, name: str, where: str
+    tensor: Tensor,
+    cp_mesh: DeviceMesh,
+    seq_dim: int,
+    name: str,
+    where: str,
+    *,
+    may_be_whole: bool = False,
 ) -> tuple[Tensor, TensorLayout]:
     """Split ``tensor`` into its local shard and the layout it came with.
 
@@ -123,6 +134,8 @@ def read_layout(
         seq_dim: Sequence dim, counted from the front.
         name: Name of the argument, for the message.
         where: Name of the style, for the message.
+        may_be_whole: Whether it may be ``Replicate()`` on all CP axes instead. The gradient of such
+            a tensor is a sum that is pending there (``Partial()``).
 
     Raises:
         ValueError: If the tensor is not sharded along ``seq_dim`` on a CP axis, or is sharded along
@@ -140,10 +153,11 @@ def read_layout(
     if not cp_axes and mesh == cp_mesh:  # a CP mesh of one rank
         cp_axes = tuple(range(mesh.ndim))
     covered = 1
+    is_whole = may_be_whole and TensorLayout(mesh, placements, cp_axes).is_whole
     for axis in cp_axes:
         covered *= mesh.size(axis)
         require(
-            placements[axis].is_shard(seq_dim),
+            is_whole or placements[axis].is_shard(seq_dim),
             where,
             f"{name} with placements {placements} on axes {mesh.mesh_dim_names} must be "
             f"Shard({seq_dim}) on the CP axis, the sequence dim",
@@ -167,6 +181,9 @@ def read_layout(
             f"({seq_dim})",
             "redistribute it on that axis first",
         )
+    if is_whole:
+        pending = [Partial() if a in cp_axes else p for a, p in enumerate(placements)]
+        return tensor.to_local(grad_placements=pending), layout
     return tensor.to_local(), layout
 
 
