@@ -8,7 +8,7 @@ does not exist yet would win.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hp_mesh.checks import nearest
 from hp_tune.cost import Prediction
@@ -76,11 +76,15 @@ def explain(
 ) -> Explanation:
     """Return why the first of ``result.ranking``, which must not be empty, is the first.
 
+    What is explained is the prediction: a measured ranking is put into the predicted order, with a
+    note where another configuration ran fastest.
+
     Args:
         result: From `hp_tune.search`.
         tell: Receives what is looked at, how much is done, and of how much.
     """
-    cp, best = result.workload.cp_size, result.ranking[0]
+    cp, result = result.workload.cp_size, _as_predicted(result)
+    best = result.ranking[0]
     rivals = []
     for rank, ranked in enumerate(result.ranking[1:], start=2):
         seconds = ranked.prediction.seconds
@@ -102,6 +106,19 @@ def explain(
         flips=tuple(flips),
         opportunities=find_opportunities(result),
     )
+
+
+def _as_predicted(result: Result) -> Result:
+    cp = result.workload.cp_size
+    predicted = tuple(sorted(result.ranking, key=lambda ranked: ranked.order))
+    ran = [ranked for ranked in predicted if ranked.measured is not None]
+    if not ran:
+        return replace(result, ranking=predicted)
+    fastest = min(ran, key=lambda ranked: ranked.ms)
+    note = f"{fastest.config.label(cp)} ran fastest, in {fastest.ms:.4g} ms"
+    if fastest is not predicted[0]:
+        note += f"; {predicted[0].config.label(cp)} is predicted to, and is what is explained"
+    return replace(result, ranking=predicted, notes=(*result.notes, note))
 
 
 def find_rival(explanation: Explanation, label: str) -> Rival:

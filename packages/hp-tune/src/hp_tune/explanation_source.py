@@ -16,8 +16,11 @@ from hp_tune.cluster_files import read_cluster
 from hp_tune.engine import COST_MODEL, Result, search
 from hp_tune.errors import PlanMismatchError, UsageError
 from hp_tune.hf_config import read_model
+from hp_tune.measured.result import Measured
+from hp_tune.memory import GIB
 from hp_tune.model import Model
 from hp_tune.plan_file import Entry, PlanFile
+from hp_tune.ranking import Ranked
 from hp_tune.requirement import read_requirement
 from hp_tune.restriction import read_restriction
 
@@ -75,14 +78,25 @@ def result_of_plan(
         require=read_requirement(plan.made_by["require"]) if "require" in plan.made_by else None,
     )
     _check_same(result, entry)
-    ran = entry.best.measured
-    if ran is not None:
-        note = (
-            f"{entry.best.mode} was measured, {ran.median_ms:.4g} ms, and is the plan's choice; "
-            "what is explained is the prediction"
-        )
-        result = replace(result, notes=(*result.notes, note))
-    return result
+    return replace(result, ranking=tuple(_with_measured(r, entry) for r in result.ranking))
+
+
+def _with_measured(ranked: Ranked, entry: Entry) -> Ranked:
+    """Return a configuration with how it ran, if the plan says so."""
+    for priced in (entry.best, *entry.alternatives):
+        ran = priced.measured
+        if ran is not None and priced.config == ranked.config:
+            measured = Measured(
+                outcome="ok",
+                samples_ms=ran.samples_ms,
+                forward_ms=ran.forward_ms,
+                backward_ms=ran.backward_ms,
+                median_ms=ran.median_ms,
+                interval_ms=ran.interval_ms,
+                memory_bytes=round(ran.memory_GiB * GIB),
+            )
+            return replace(ranked, measured=measured, in_finals=ran.in_finals)
+    return ranked
 
 
 def entry_for(plan: PlanFile, seq_len: int | None) -> Entry:

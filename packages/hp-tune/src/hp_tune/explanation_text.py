@@ -7,6 +7,7 @@ from typing import Any
 
 from hp_tune.explanation import Explanation, Rival, layers_of, link_rate
 from hp_tune.memory import GIB
+from hp_tune.ranking import Ranked
 from hp_tune.tables import Table, milliseconds, new_console, new_table
 from hp_tune.term import Term
 from hp_tune.timeline import timeline_lines
@@ -39,6 +40,10 @@ def explanation_text(explanation: Explanation, rival: Rival | None = None) -> No
     )
     for note in result.notes:
         line(f"note: {note}")
+    ran = [ranked for ranked in result.ranking if ranked.measured is not None]
+    if ran:
+        line()
+        out.print(_measured(ran, workload.cp_size))
     for phase in PHASES:
         line()
         line(f"{phase}, all layers: what the step waits for, and what each part of it takes")
@@ -71,6 +76,7 @@ def explanation_json(explanation: Explanation, rival: Rival | None = None) -> di
         "winner": {
             "label": explanation.label,
             "config": best.config.model_dump(),
+            "measured_ms": None if best.measured is None else best.ms,
             "forward_ms": best.prediction.forward * 1e3,
             "backward_ms": best.prediction.backward * 1e3,
             "exposed_comm_ms": best.prediction.exposed_comm * 1e3,
@@ -103,6 +109,7 @@ def explanation_json(explanation: Explanation, rival: Rival | None = None) -> di
             {
                 "label": one.label,
                 "rank": one.rank,
+                "measured_ms": None if one.ranked.measured is None else one.ranked.ms,
                 "ms": one.ms,
                 "vs_best": one.vs_best,
                 "differences": [
@@ -149,6 +156,20 @@ def term_json(term: Term) -> dict[str, Any]:
         "source": term.source,
         "sources": list(term.sources),
     }
+
+
+def _measured(ran: Sequence[Ranked], cp_size: int) -> Table:
+    """Return how configurations ran beside what was predicted, the fastest first."""
+    found = new_table("config", "measured ms", "from ms", "to ms", "predicted ms", "of predicted")
+    for ranked in sorted(ran, key=lambda one: one.ms):
+        assert ranked.measured is not None, "only what ran is here"
+        low, high = ranked.measured.interval_ms
+        predicted = ranked.prediction.seconds * 1e3
+        found.add_row(
+            ranked.config.label(cp_size), milliseconds(ranked.ms), milliseconds(low),
+            milliseconds(high), milliseconds(predicted), f"x{ranked.ms / predicted:.3f}",
+        )  # fmt: skip
+    return found
 
 
 def _waterfall(terms: Sequence[tuple[str, Term]]) -> Table:

@@ -10,7 +10,7 @@ import pytest
 
 from hp_tune.cli import main
 from hp_tune.cluster_files import cluster_presets
-from hp_tune.plan_file import load, seal, write
+from hp_tune.plan_file import MeasuredTime, PricedConfig, load, seal, write
 
 QWEN = ["--model", "Qwen2.5-7B", "--cluster", "atlas-800t-a2", "--cp", "8", "--seq", "64K"]
 
@@ -82,6 +82,38 @@ def test_other_descriptions_than_the_plans_are_refused(
     write(seal(plan.model_copy(update={"cost_model": 1})), Path("plan.json"))
     code, _, err = run(capsys, "explain")
     assert (code, "cost_model of the plan (1)" in err) == (8, True)
+
+
+def test_a_measured_plan_is_explained_with_how_it_ran(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The prediction is explained; that another one ran fastest is said, with both times."""
+    run(capsys, "search", *QWEN)
+    plan = load("plan.json")
+    (entry,) = plan.entries
+
+    def ran(priced: PricedConfig, ms: float) -> PricedConfig:
+        time = MeasuredTime(median_ms=ms, interval_ms=(ms - 1, ms + 1), forward_ms=ms / 3,
+                            backward_ms=ms / 1.5, samples_ms=(ms,), in_finals=True)  # fmt: skip
+        return priced.model_copy(update={"measured": time, "source": "measured"})
+
+    best, second = ran(entry.alternatives[0], 3000.0), ran(entry.best, 3100.0)
+    changed = entry.model_copy(
+        update={"best": best, "alternatives": (second, *entry.alternatives[1:])}
+    )
+    write(seal(plan.model_copy(update={"entries": (changed,)})), Path("plan.json"))
+    code, out, _ = run(capsys, "explain")
+
+    assert code == 0
+    assert out.startswith("colossal u=1 load_balance is first of 4")
+    assert "note: hybrid u=4 ran fastest, in 3000 ms; colossal u=1 load_balance is predict" in out
+    (row,) = [line.split() for line in out.splitlines() if line.startswith("hybrid u=4  ")]
+    assert row == ["hybrid", "u=4", "3000", "2999", "3001", "3937", "x0.762"]
+    found = json.loads(run(capsys, "explain", "--json")[1])
+    assert found["winner"]["measured_ms"] == 3100.0
+    assert [rival["measured_ms"] for rival in found["rivals"]] == [3000.0, None, None]
+    assert run(capsys, "report", "--lengths", "64K")[0] == 0
+    assert "<h3>Measured</h3>" in Path("report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,7 @@ def _ranking(explanation: Explanation) -> str:
             "slowest rank. Dense layers, optimizer and FSDP are the same for all and left out.",
         ),
         html.table(headers, rows, best=0),
+        _measured(explanation),
         *(
             html.paragraph(
                 f"{rival.label} loses by {milliseconds(rival.ms - best * 1e3)} ms: "
@@ -139,6 +140,23 @@ def _ranking(explanation: Explanation) -> str:
             for rival in explanation.rivals[:5]
         ),
     )
+
+
+def _measured(explanation: Explanation) -> str:
+    """Return how configurations ran beside what was predicted; nothing where none ran."""
+    ran = [ranked for ranked in explanation.result.ranking if ranked.measured is not None]
+    rows = []
+    for ranked in sorted(ran, key=lambda one: one.ms):
+        assert ranked.measured is not None, "only what ran is here"
+        low, high = ranked.measured.interval_ms
+        predicted = ranked.prediction.seconds * 1e3
+        rows.append(
+            (label_of(explanation, ranked), ranked.ms, low, high, predicted,
+             html.number(ranked.ms / predicted, 3), "yes" if ranked.in_finals else "")
+        )  # fmt: skip
+    headers = ("configuration", "measured ms", "from ms", "to ms", "predicted ms", "of predicted",
+               "in finals")  # fmt: skip
+    return f"<h3>Measured</h3>{html.table(headers, rows, best=0)}" if rows else ""
 
 
 def _by_kind(terms: Sequence[Term]) -> dict[str, float]:
