@@ -265,7 +265,10 @@ REFUSED: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
         lambda r: {"attention_mask": torch.ones(B, 12)} if r == 0 else {},
         "attention_mask",
     ),
-    "cu_seq_lens": (lambda _: {"cu_seq_lens_q": torch.tensor([0, 5, 12])}, "cu_seq_lens_q and"),
+    "cu_seq_lens of a batch": (
+        lambda _: {"cu_seq_lens_q": torch.tensor([0, 5, 24])},
+        r"cu_seq_lens_q \(\(0, 5, 24\)\) must .* in one batch row, not 2",
+    ),
 }
 
 

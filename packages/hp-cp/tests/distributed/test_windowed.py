@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from hp_comm import traffic
 from hp_cp import ContextParallel, init_device_mesh, make_plan, sliding_window_attention
@@ -290,3 +291,47 @@ def test_checkpointed_layers_and_second_backwards_fetch_again() -> None:
             assert_close(x.grad, case.local(grad, rank), kind="grad")
 
     ranks(3).run(on)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_heads_of_tensor_parallel_ranks_fetch_their_own(degree: int) -> None:
+    """q, k and v as TP leaves them: DTensors cut over heads, on a mesh of their own."""
+    case = Case(P=2 if degree == 1 else 4, degree=degree, H=8, HK=4)
+
+    def on(rank: int) -> None:
+        root = init_device_mesh("cpu", (case.P, 2), mesh_dim_names=("cp", "tp"))
+        cp, tp = root.get_local_rank("cp"), root.get_local_rank("tp")
+        expected, grads = reference(Sliding(9, 2), case.qkv(), case.upstream())
+
+        def cut(x: Tensor) -> Tensor:
+            return case.local(x.chunk(2, 2)[tp], cp)
+
+        local = [cut(x).clone().requires_grad_() for x in case.qkv()]
+        fed = [DTensor.from_local(x, root["tp"], [Shard(2)], run_check=False) for x in local]
+        style = case.style(sliding_window=9, sink_tokens=2)
+        module = style.apply(Sliding(9, 2), root["cp"])
+        with traffic() as sent:
+            out = module(*fed)
+            out.to_local().backward(cut(case.upstream()))
+        assert_close(out.to_local(), cut(expected))
+        for x, grad in zip(local, grads, strict=True):
+            assert grad is not None
+            assert_close(x.grad, cut(grad), kind="grad")
+        assert sent.count("p2p") > 0 and sent.count("all_gather") == 0
+
+    ranks(2 * case.P).run(on)
+
+
+def test_what_streams_k_and_v_otherwise_refuses_a_window_operator() -> None:
+    """``kv_chunks`` takes plain attention part by part; this operator reads its window."""
+    case = Case(P=2, degree=1)
+
+    def on(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        module = case.style(kv_chunks=2).apply(Sliding(4), mesh)
+        with pytest.raises(ValueError, match="needs the whole of k or v, of which kv_chunks=2"):
+            module(*(case.local(x, rank) for x in case.qkv()))
+        with pytest.raises(ValueError, match=r"must be None with kv_chunks \(2\)"):
+            case.style(kv_chunks=2, sliding_window=4)
+
+    ranks(2).run(on)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hp_cp.transformers.documents import read_cu_seq_lens
 from hp_mesh.checks import fail, require
 
 __all__ = ["check_call", "check_rotary", "tokens_of"]
@@ -39,6 +40,14 @@ def check_call(
     batch, local = tokens.shape[:2]
     whole = local * cp_size
     shapes: dict[str, object] = {"tokens": (batch, local)}
+    bounds = read_cu_seq_lens(named, batch, whole, where)
+    require(
+        bounds is None or named.get("attention_mask") is None,
+        where,
+        "cu_seq_lens_q must come without attention_mask, which says who sees whom itself",
+        "leave one of the two out",
+    )
+    shapes["cu_seq_lens_q"] = bounds
     for key in ("attention_mask", "position_ids", "labels", "shift_labels"):
         given = named.get(key)
         if given is None or isinstance(given, dict):
@@ -90,12 +99,6 @@ def _check_unsupported(model: PreTrainedModel, named: dict[str, Any], where: str
         f"logits_to_keep ({keep!r}) must be 0 under context parallelism: it would count from the "
         "end of every rank's shard",
         "cut the logits afterwards",
-    )
-    require(
-        named.get("cu_seq_lens_q") is None and named.get("cu_seq_lens_k") is None,
-        where,
-        "cu_seq_lens_q and cu_seq_lens_k must be None: sdpa and eager attention ignore them",
-        "say where documents begin with position_ids that restart",
     )
     layers = set(getattr(model.config, "layer_types", None) or ())
     unknown = sorted(layers - {"full_attention", "sliding_attention", "chunked_attention"})

@@ -6,6 +6,9 @@ settles these facts once a call, before the model computes anything, and sends t
 `core_attention` as the keyword ``hp_cp_call``: transformers passes keywords it does not know
 through its layers, so nothing is stored and recomputation sees the same facts.
 
+Documents are told by ``position_ids`` that restart, or by the ``cu_seq_lens_q`` that collators for
+flash attention add.
+
 Sent, on the CP group, in this order: one preflight; one all-gather for an ``attention_mask`` and
 one for ``position_ids`` that were given for this rank's shard only. A call with token ids alone
 sends nothing but the preflight.
@@ -27,6 +30,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 from hp_comm import gather_seq, preflight
 from hp_cp.transformers import _mesh
 from hp_cp.transformers._refusals import check_call, check_rotary, tokens_of
+from hp_cp.transformers.documents import bounds_of, check_same, positions_of, read_cu_seq_lens
 from hp_mesh.checks import require
 
 __all__ = ["GlobalCall", "enter_model"]
@@ -56,6 +60,7 @@ class GlobalCall:
     position_ids: Tensor
     padding: Tensor | None
     documents: Tensor | None
+    cu_seqlens: tuple[int, ...] | None = None
 
     def cut(self, whole: Tensor) -> Tensor:
         """Return this rank's columns of ``whole``, ``[..., S]`` -> ``[..., S/P]``."""
@@ -123,15 +128,17 @@ def _settle(model: PreTrainedModel, named: dict[str, Any], ranks: _mesh.CpRanks)
     tokens = tokens_of(named, where)
     local = tokens.shape[1]
     whole = local * ranks.size
-    facts = _facts(named, tokens.device, whole, ranks)
-    call = GlobalCall(ranks.group, ranks.rank, local, whole, *facts)
+    facts = _facts(named, tokens, whole, ranks)
+    bounds = None if facts[2] is None else bounds_of(facts[2])
+    call = GlobalCall(ranks.group, ranks.rank, local, whole, *facts, bounds)
     check_rotary(model, call.position_ids, where)
     return call
 
 
 def _facts(
-    named: dict[str, Any], device: torch.device, whole: int, ranks: _mesh.CpRanks
+    named: dict[str, Any], tokens: Tensor, whole: int, ranks: _mesh.CpRanks
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    device = tokens.device
     padding = named.get("attention_mask")
     if isinstance(padding, Tensor) and padding.ndim == 2:
         padding = padding.to(device=device, dtype=torch.bool)
@@ -144,13 +151,18 @@ def _facts(
         masked = padding is not None
         padding = None
 
+    bounds = read_cu_seq_lens(named, len(tokens), whole, "cu_seq_lens_q")
     positions = named.get("position_ids")
+    if positions is None and bounds is not None:
+        positions = positions_of(bounds, device)
     if positions is None:
         return torch.arange(whole, device=device)[None], padding, None
     if positions.shape[1] != whole:
         positions = _gather(positions, ranks.group)
         _warn_of_local_positions(positions, ranks.size)
     documents = find_packed_sequence_indices(positions)
+    if bounds is not None:
+        check_same(bounds, documents, whole)
     if masked and documents is not None:
         _refuse_packing_under_a_mask(documents, padding, named)
         documents = None

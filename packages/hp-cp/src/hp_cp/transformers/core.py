@@ -18,6 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from hp_cp.transformers.masks import MaskDescription, describe_mask
+from hp_cp.transformers.patterns import attend_without_mask
 from hp_mesh.checks import fail, require
 from hp_mesh.view import attention_window
 
@@ -77,6 +78,11 @@ class CoreAttention(nn.Module):
             stock = stock_attention(layer, implementation)
             return stock(layer, query, key, value, attention_mask, **options)
 
+        if implementation == "sdpa" and isinstance(attention_mask, MaskDescription) and call:
+            _check_options(options, None, window, implementation, masked=True)
+            out = attend_without_mask(query, key, value, attention_mask, call, options)
+            if out is not None:
+                return out, None
         mask = _own_rows(attention_mask, window, call)
         _check_options(options, mask, window, implementation)
         groups = query.shape[1] // key.shape[1]
@@ -179,7 +185,12 @@ def _own_rows(
 
 
 def _check_options(
-    options: dict[str, Any], mask: Tensor | None, window: AttentionWindow, implementation: str
+    options: dict[str, Any],
+    mask: Tensor | None,
+    window: AttentionWindow,
+    implementation: str,
+    *,
+    masked: bool = False,
 ) -> None:
     # a model's own eager attention applies soft caps and learned sinks to the scores, which are
     # those of this rank's rows and heads; sdpa drops them in silence
@@ -194,7 +205,7 @@ def _check_options(
         )
     size = options.get("sliding_window")
     require(
-        mask is not None or size is None or size > window.global_length,
+        masked or mask is not None or size is None or size > window.global_length,
         _WHERE,
         f"sliding_window ({size}) must come with the mask that cuts it from a sequence of "
         f"{window.global_length} tokens",
