@@ -33,6 +33,7 @@ from rig import ADDRESSES, DEVICE, TwoHosts, Unavailable
 
 from hp_tune.cluster import Cluster
 from hp_tune.engine import search
+from hp_tune.errors import TuneError
 from hp_tune.measured.measurer import TorchrunMeasurer
 from hp_tune.measured.request import Protocol
 from hp_tune.measured.result import Measured
@@ -67,12 +68,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
+    cells: list[dict[str, Any]] = []
+    failed = ""
     try:
-        cells = measure(options)
+        measure(options, cells)
     except Unavailable as reason:
         print(f"no two hosts here: {reason}")
         return 1 if os.environ.get("HP_REQUIRE_TWO_HOSTS") == "1" else 0
-    return regret_report.report(cells, record=options.record)
+    except TuneError as error:  # what was measured until then is reported
+        failed = f"MISS all cells: {error}"
+    code = regret_report.report(cells) if cells else 1
+    if failed:
+        print(failed)
+    return 1 if failed else code
 
 
 def stop(number: int, frame: FrameType | None) -> None:
@@ -109,8 +117,8 @@ class Remembering:
         return self.inner.finals(configs)
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row per rate and length."""
+def measure(options: argparse.Namespace, cells: list[dict[str, Any]]) -> None:
+    """Append a cell per rate and length, and record each at once."""
     layer = Attention(
         num_heads=options.heads,
         num_kv_heads=options.kv_heads,
@@ -122,7 +130,6 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         name="two-hosts", model_type="llama", hidden_size=hidden, layers=(layer,),
         mlp_size=4 * hidden, active_mlp_size=4 * hidden, vocab_size=32000, dtype="fp32",
     )  # fmt: skip
-    cells = []
     with tempfile.TemporaryDirectory() as temporary, TwoHosts() as hosts:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -150,8 +157,9 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 )
                 cell = one_cell(model, cluster, workload, measurer, hybrid=not options.no_hybrid)
                 cells.append({"rate": rate, "seq_len": length, **cell})
+                if options.record is not None:
+                    regret_report.record(cells[-1], options.record)
                 say(f"  {length} tokens: measured in {time.monotonic() - start:.0f} s")
-    return cells
 
 
 def say(text: str) -> None:

@@ -23,15 +23,17 @@ LIMITS = {"analytic": 0.05, "hybrid": 0.02}
 CP = 4
 
 
-def report(cells: Sequence[dict[str, Any]], *, record: Path | None) -> int:
+def record(cell: dict[str, Any], path: Path) -> None:
+    """Append a cell to a file of JSON lines."""
+    with path.open("a") as file:
+        file.write(json.dumps({"bench": "regret", **as_json(cell), **provenance()}) + "\n")
+
+
+def report(cells: Sequence[dict[str, Any]]) -> int:
     """Print what was measured and what each pick costs; return the exit code."""
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(times(cells))
     console.print(costs(cells))
-    if record is not None:
-        with record.open("a") as file:
-            for cell in cells:
-                file.write(json.dumps({"bench": "regret", **as_json(cell), **provenance()}) + "\n")
     means = {name: mean(cells, name) for name in cells[0]["picks"]}
     failed = False
     for name, limit in LIMITS.items():
