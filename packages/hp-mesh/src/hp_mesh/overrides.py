@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
+import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -21,9 +22,11 @@ def seen_by_views(function: Callable[P, R]) -> Callable[P, R]:
     """Let torch function modes see calls of ``function``, so that a handler may run it.
 
     What it returns is the key for `hp_mesh.register_handler`. Outside a boundary it is ``function``
-    itself.
+    itself. Under torch.compile it is a break in the graph: its body would be traced frame by frame,
+    checks and loops over tiles included.
     """
 
+    @torch.compiler.disable
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         tensors = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
