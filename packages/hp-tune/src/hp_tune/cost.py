@@ -80,7 +80,7 @@ class Prediction:
 
 def predict(model: Model, cluster: Cluster, workload: Workload, config: Config) -> Prediction:
     """Return the prediction for a configuration that `hp_tune.space.check` found valid."""
-    plan = Plan(workload.cp_size, config.ulysses_degree, config.load_balance)
+    plan = Plan(workload.cp_size, config.ulysses_degree, config.balances)
     sources = source_of(cluster, workload.dtype)
     terms: list[Term] = []
     timelines: list[Timeline] = []

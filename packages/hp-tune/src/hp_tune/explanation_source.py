@@ -73,7 +73,10 @@ def result_of_plan(
         workload,
         recompute="on" if entry.recompute else "off",
         overlap=any(config.overlap for config in every),
-        variants=any(config.head_groups > 1 or not config.keep_kv for config in every),
+        variants=any(
+            config.head_groups > 1 or not config.keep_kv or config.balance_hybrid
+            for config in every
+        ),
         only=read_restriction(plan.made_by.get("space", ""), workload.cp_size),
         require=read_requirement(plan.made_by["require"]) if "require" in plan.made_by else None,
     )

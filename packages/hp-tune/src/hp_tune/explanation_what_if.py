@@ -181,10 +181,12 @@ def _balanced_hybrids(result: Result) -> Iterator[_Candidate]:
         plain = Config(ulysses_degree=u)
         if _rule(result, config) != "V05" or _rule(result, plain) or not _balances(result, config):
             continue
-
-        seconds = _seconds(result.model, result.cluster, workload, config)
-        how = f"ContextParallel(ulysses_degree={u}, balance_hybrid=True), which is not ranked yet"
-        yield _Candidate("balanced hybrid", config.label(P), "search", seconds, how)
+        balanced = Config(ulysses_degree=u, balance_hybrid=True)
+        if any(point.config == balanced for point in result.ranking):
+            continue  # searched already
+        seconds = _seconds(result.model, result.cluster, workload, balanced)
+        how = f"ContextParallel(ulysses_degree={u}, balance_hybrid=True): search with --variants"
+        yield _Candidate("balanced hybrid", balanced.label(P), "search", seconds, how)
 
 
 def _balanced_async(result: Result) -> Iterator[_Candidate]:
@@ -268,7 +270,7 @@ def _seconds(
     change: Change = lambda _: None,
 ) -> float:
     """Return the predicted time of all layers, each ``changed`` before it is scheduled."""
-    plan = Plan(workload.cp_size, config.ulysses_degree, config.load_balance)
+    plan = Plan(workload.cp_size, config.ulysses_degree, config.balances)
     slowdown = cluster.device.overlap_slowdown.value
     again = 2 if workload.recompute else 1
     phases: Sequence[tuple[Phase, int]] = (("forward", again), ("backward", 1))

@@ -16,6 +16,7 @@ from hp_tune.cores import stretch, waits_for
 from hp_tune.model import Attention, Model
 from hp_tune.pairs import work_shares
 from hp_tune.pricing import Move, Pricing
+from hp_tune.streamed_cost import streamed_core
 from hp_tune.term import Phase, Piece, chained
 from hp_tune.workload import Config, Workload
 
@@ -50,6 +51,7 @@ def busiest_description(
             overlap=config.overlap and config.head_groups == 1,
             head_groups=config.head_groups,
             keep_kv=config.keep_kv,
+            kv_chunks=config.kv_chunks,
         )
         for rank in range(plan.ulysses_degree if kv_heads % plan.ulysses_degree else 1)
     ]
@@ -114,12 +116,36 @@ class LayerCost:
             return self._grouped(phase, moves)
         if self.config.overlap:
             return self._overlapped(phase, moves)
+        if self.config.kv_chunks > 1 and self.plan.colossal_degree > 1:
+            return self._streamed(phase, moves)
         before, after = self._around_attention(phase, moves)
         ins, out = self._projections(phase), self._out(phase)
         first, last = ([*ins], [out]) if phase == "forward" else ([out], [*ins])
         return chained(
             [*first, *self._sent(before), self._attention(phase), *self._sent(after), *last]
         )
+
+    def _streamed(self, phase: Phase, moves: Sequence[Move]) -> list[Piece]:
+        """Part by part of K and V: each gather behind the attention to the part before it."""
+        gathers = [move for move in moves if move.kind == "all_gather"]
+        sums = [move for move in moves if move.kind == "reduce_scatter"]
+        before, after = self._around_attention(
+            phase, [move for move in moves if move not in (*gathers, *sums)]
+        )
+        ins, out = self._projections(phase), self._out(phase)
+        first, last = ([*ins], [out]) if phase == "forward" else ([out], [*ins])
+        found = chained([*first, *self._sent(before)])
+        core = streamed_core(
+            self.price,
+            self._attention(phase),
+            gathers,
+            sums,
+            runs=3 if phase == "forward" else self.plan.colossal_degree + 1,
+            merged_bytes=4 * self.tokens * self.heads * self.layer.v_head_size,
+            ready=(found[-1].id,),
+        )
+        through = tuple(piece.id for piece in core[-1 - len(sums) :])
+        return [*found, *core, *chained([*self._sent(after), *last], through)]
 
     def _around_attention(
         self, phase: Phase, moves: Sequence[Move]

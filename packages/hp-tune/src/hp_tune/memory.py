@@ -51,7 +51,7 @@ def memory_use(model: Model, cluster: Cluster, workload: Workload, config: Confi
 
     Logits are not counted: how they are held depends on the loss.
     """
-    plan = Plan(workload.cp_size, config.ulysses_degree, config.load_balance)
+    plan = Plan(workload.cp_size, config.ulysses_degree, config.balances)
     tp, e = workload.tp_size, workload.element_size
     tokens = workload.batch * workload.seq_len // workload.cp_size
     hidden, mlp = model.hidden_size, (model.active_mlp_size or 4 * model.hidden_size) // tp

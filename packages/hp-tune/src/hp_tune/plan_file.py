@@ -152,7 +152,12 @@ class Entry(_Strict):
     def plan(self) -> Plan:
         """The `hp_cp` plan of the chosen configuration."""
         config = self.best.config
-        return make_plan(self.when.cp_size, config.ulysses_degree, config.load_balance)
+        return make_plan(
+            self.when.cp_size,
+            config.ulysses_degree,
+            config.load_balance,
+            balance_hybrid=config.balance_hybrid,
+        )
 
     def style_kwargs(self, **overrides: Any) -> dict[str, Any]:
         """Return the arguments of the style's constructor; ``overrides`` win.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hp_mesh.checks import divisors
 from hp_tune.measured.result import Measured
 from hp_tune.memory import GIB
-from hp_tune.restriction import HEAD_GROUPS
+from hp_tune.restriction import HEAD_GROUPS, KV_CHUNKS
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
@@ -52,6 +52,8 @@ def trial_of(point: Point, fate: Fate, key: str, cp_size: int, objectives: int =
             "overlap": flags,
             "head_groups": CategoricalDistribution((1, *HEAD_GROUPS)),
             "keep_kv": flags,
+            "kv_chunks": CategoricalDistribution((1, *KV_CHUNKS)),
+            "balance_hybrid": flags,
             "gather": CategoricalDistribution(("kv", "latent")),
         },
         user_attrs={

@@ -9,10 +9,13 @@ from hp_mesh.checks import divisors, nearest
 from hp_tune.errors import UsageError
 from hp_tune.workload import Config
 
-__all__ = ["HEAD_GROUPS", "Restriction", "read_restriction"]
+__all__ = ["HEAD_GROUPS", "KV_CHUNKS", "Restriction", "read_restriction"]
 
 HEAD_GROUPS = (2, 4)
 """Candidates: more groups are smaller messages and emptier devices."""
+
+KV_CHUNKS = (4, 8)
+"""Candidates: half and a quarter of the gathered K and V in memory."""
 
 FIELDS = {
     "u": "ulysses_degree",
@@ -20,9 +23,17 @@ FIELDS = {
     "overlap": "overlap",
     "head_groups": "head_groups",
     "keep_kv": "keep_kv",
+    "kv_chunks": "kv_chunks",
+    "balance_hybrid": "balance_hybrid",
 }
 SPELLINGS = {"ulysses_degree": "u", "load_balance": "lb", "async": "overlap"}
 SWITCH = {"on": True, "off": False}
+NUMBERS: dict[str, tuple[int, ...]] = {
+    "u": (),  # the divisors of the number of ranks
+    "head_groups": HEAD_GROUPS,
+    "kv_chunks": KV_CHUNKS,
+}
+"""Keys whose values are numbers, and which they may be beside 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +63,8 @@ def read_restriction(words: str, cp_size: int) -> Restriction:
     """Return the part of the space that ``words`` name.
 
     Args:
-        words: Such as ``u=1,2 lb=on,off``: keys ``u``, ``lb``, ``overlap``, ``head_groups`` and
-            ``keep_kv``, each with a list of values.
+        words: Such as ``u=1,2 lb=on,off``: keys ``u``, ``lb``, ``overlap``, ``head_groups``,
+            ``keep_kv``, ``kv_chunks`` and ``balance_hybrid``, each with a list of values.
         cp_size: Number of CP ranks; every ``u`` must divide it.
     """
     found: dict[str, tuple[int | bool, ...]] = {}
@@ -77,8 +88,8 @@ def read_restriction(words: str, cp_size: int) -> Restriction:
 
 
 def _value(key: str, text: str, cp_size: int) -> int | bool:
-    if key == "u" or key == "head_groups":
-        allowed = divisors(cp_size) if key == "u" else [1, *HEAD_GROUPS]
+    if key in NUMBERS:
+        allowed = [1, *NUMBERS[key]] if key != "u" else divisors(cp_size)
         value = int(text) if text.isdecimal() else 0
         if value not in allowed:
             why = f", the divisors of --cp ({cp_size})" if key == "u" else ""
@@ -92,7 +103,7 @@ def _value(key: str, text: str, cp_size: int) -> int | bool:
 
 
 def _example(key: str) -> str:
-    return "1,2" if key in ("u", "head_groups") else "on,off"
+    return "1,2" if key in NUMBERS else "on,off"
 
 
 def _spelled(value: int | bool) -> str:

@@ -11,12 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hp_cp.gathers import check_streamed_style
 from hp_cp.plan import Plan, make_plan
 from hp_mesh.checks import divisors
 from hp_tune.cluster import Cluster
 from hp_tune.memory import GIB, memory_use
 from hp_tune.model import Attention, Model
-from hp_tune.restriction import HEAD_GROUPS, Restriction
+from hp_tune.restriction import HEAD_GROUPS, KV_CHUNKS, Restriction
 from hp_tune.workload import Config, Workload
 
 __all__ = ["Duplicate", "Rejection", "async_available", "check", "enumerate_space"]
@@ -70,26 +71,38 @@ def enumerate_space(
     Args:
         cp_size: Number of CP ranks.
         overlap: Whether asynchronous exchanges exist; None asks the installed hp-cp.
-        variants: Also K and V that are gathered again (``keep_kv=False``) and, where asynchronous
-            exchanges exist, groups of heads.
+        variants: Also K and V that are gathered again (``keep_kv=False``), load balance in Hybrid
+            and, where asynchronous exchanges exist, groups of heads.
         only: The part that is searched; what it names is searched without ``variants``, too.
+            ``kv_chunks`` is searched only where it is named: it saves memory, and without a fused
+            kernel for streams its time on an accelerator is not known.
     """
     overlap = async_available() if overlap is None else overlap
     only = only or Restriction()
     groups = HEAD_GROUPS if variants or only.wants("head_groups") else ()
     keeps = (True, False) if variants or only.wants("keep_kv") else (True,)
+    chunks = KV_CHUNKS if only.wants("kv_chunks") else ()
+    hybrids = variants or only.wants("balance_hybrid")
     points: list[Config] = []
     duplicates: list[Duplicate] = []
     for u in divisors(cp_size):
-        for balance in (False, True):
-            for config in _choices(u, balance, overlap, groups, keeps):
-                if not only.allows(config):
-                    continue
-                same_as, reason = _canonical(config, cp_size)
-                if same_as == config:
-                    points.append(config)
-                else:
-                    duplicates.append(Duplicate(config, same_as, reason))
+        found = [
+            config
+            for balance in (False, True)
+            for config in _choices(u, balance, overlap, groups, keeps)
+        ]
+        if u < cp_size:
+            found += [Config(ulysses_degree=u, kv_chunks=number) for number in chunks]
+        if 1 < u < cp_size and hybrids:
+            found += [Config(ulysses_degree=u, balance_hybrid=True, keep_kv=keep) for keep in keeps]
+        for config in found:
+            if not only.allows(config):
+                continue
+            same_as, reason = _canonical(config, cp_size)
+            if same_as == config:
+                points.append(config)
+            else:
+                duplicates.append(Duplicate(config, same_as, reason))
     return points, duplicates
 
 
@@ -129,9 +142,19 @@ def check(model: Model, cluster: Cluster, workload: Workload, config: Config) ->
     try:
         make_plan(cp, u, where=ASKED)
         rule, numbers = "V05", {**group, "load_balance": config.load_balance}
-        plan = make_plan(cp, u, config.load_balance, where=ASKED)
+        balance_hybrid = config.balance_hybrid
+        plan = make_plan(cp, u, config.load_balance, balance_hybrid=balance_hybrid, where=ASKED)
         rule, numbers = "V15", {**group, "keep_kv": config.keep_kv}
         plan.check_keep_kv(config.keep_kv, where=ASKED)
+        rule, numbers = "V16", {**group, "kv_chunks": config.kv_chunks}
+        plan.check_kv_chunks(config.kv_chunks, workload.seq_len // cp, where=ASKED)
+        check_streamed_style(
+            config.kv_chunks,
+            use_local_input=False,
+            head_groups=config.head_groups,
+            overlap=config.overlap,
+            where=ASKED,
+        )
         rule = "V03"
         for layer, _ in model.layer_groups:
             if layer.exchanges and not layer.is_sparse:
@@ -193,12 +216,13 @@ def _check_kinds(model: Model, workload: Workload, config: Config) -> Rejection 
         found = _check_kind(layer, workload, config)
         if found is not None:
             return found
-    if config.load_balance and workload.documents is not None:
+    if config.balances and workload.documents is not None:
+        option = "load_balance" if config.load_balance else "balance_hybrid"
         return Rejection(
             "V06",
-            "load_balance evens out one causal sequence and must not meet packed documents, whose "
+            f"{option} evens out one causal sequence and must not meet packed documents, whose "
             "work it does not know",
-            {"load_balance": True, "documents": len(workload.documents)},
+            {option: True, "documents": len(workload.documents)},
             "use ulysses_degree above 1, or leave load_balance off",
         )
     return None
@@ -246,6 +270,14 @@ def _check_kind(layer: Attention, workload: Workload, config: Config) -> Rejecti
             "hp_dsa have no groups of heads",
             sparse,
             "leave head_groups out",
+        )
+    if config.kv_chunks > 1:
+        return Rejection(
+            "V08",
+            f"kv_chunks ({config.kv_chunks}) must be 1 for sparse attention: the styles of hp_dsa "
+            "gather all keys, of which each query takes its own",
+            sparse,
+            "leave kv_chunks out",
         )
     if workload.layout not in ("BSHD", "TND"):
         return Rejection(

@@ -60,5 +60,7 @@ def style_specs(entry: Entry) -> dict[str, StyleSpec]:
         "load_balance": config.load_balance,
     }
     arguments |= {} if config.keep_kv else {"keep_kv": False}
+    arguments |= {} if config.kv_chunks == 1 else {"kv_chunks": config.kv_chunks}
+    arguments |= {"balance_hybrid": True} if config.balance_hybrid else {}
     arguments |= {} if config.head_groups == 1 else {"head_groups": config.head_groups}
     return {"attention": StyleSpec("hp_cp", f"{ahead}ContextParallel", arguments)}

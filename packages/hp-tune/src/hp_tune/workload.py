@@ -86,6 +86,9 @@ class Config(BaseModel):
         head_groups: As in `hp_cp.AsyncContextParallel`: groups of heads, the exchange of one behind
             the attention of another, and nothing behind the projections.
         keep_kv: As in `hp_cp.ContextParallel`: False gathers K and V again in backward.
+        kv_chunks: As in `hp_cp.ContextParallel`: K and V are gathered in so many parts while
+            attention runs.
+        balance_hybrid: As in `hp_cp.ContextParallel`: load balance of a Hybrid.
         gather: ``"latent"``: MLA's latents are gathered instead of K and V. No style does; priced
             to say what it would win.
     """
@@ -97,7 +100,14 @@ class Config(BaseModel):
     overlap: bool = False
     head_groups: int = Field(default=1, ge=1)
     keep_kv: bool = True
+    kv_chunks: int = Field(default=1, ge=1)
+    balance_hybrid: bool = False
     gather: Literal["kv", "latent"] = "kv"
+
+    @property
+    def balances(self) -> bool:
+        """Whether tails of q are swapped so that causal work is even."""
+        return self.load_balance or self.balance_hybrid
 
     def label(self, cp_size: int) -> str:
         """Return a short name, such as ``hybrid u=2 async``."""
@@ -106,5 +116,7 @@ class Config(BaseModel):
         words = [mode, f"u={u}"]
         words += ["load_balance"] * self.load_balance + ["async"] * self.overlap
         words += [f"head_groups={self.head_groups}"] * (self.head_groups > 1)
+        words += ["balance_hybrid"] * self.balance_hybrid
+        words += [f"kv_chunks={self.kv_chunks}"] * (self.kv_chunks > 1)
         words += ["keep_kv=False"] * (not self.keep_kv) + ["latent"] * (self.gather == "latent")
         return " ".join(words)

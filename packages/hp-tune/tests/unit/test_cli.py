@@ -80,6 +80,8 @@ def test_json_is_one_object_on_stdout(capsys: pytest.CaptureFixture[str]) -> Non
         "overlap": False,
         "head_groups": 1,
         "keep_kv": True,
+        "kv_chunks": 1,
+        "balance_hybrid": False,
         "gather": "kv",
     }
     assert {r["rule"] for r in found["rejected"]} == {"V03", "V05", "V09"}

@@ -265,7 +265,10 @@ def test_a_term_holds_its_inputs_share_and_source() -> None:
 @pytest.mark.parametrize("config", [
     {}, {"overlap": True}, {"keep_kv": False}, {"overlap": True, "keep_kv": False},
     {"overlap": True, "head_groups": 2}, {"overlap": True, "head_groups": 4, "keep_kv": False},
-], ids=["sync", "async", "refetch", "async-refetch", "groups2", "groups4-refetch"])  # fmt: skip
+    {"kv_chunks": 4},
+], ids=[
+    "sync", "async", "refetch", "async-refetch", "groups2", "groups4-refetch", "stream",
+])  # fmt: skip
 @pytest.mark.parametrize("u", [1, 2, 4])
 def test_every_configuration_is_a_schedule_whose_parts_add_up(
     u: int, config: dict[str, Any]
@@ -313,6 +316,36 @@ def test_gathering_again_costs_a_gather_and_saves_its_result() -> None:
         for c in (config, config.model_copy(update={"keep_kv": False}))
     ]
     assert held[0] == 8 * held[1]
+
+
+def test_parts_of_k_and_v_hide_their_gathers_and_save_their_room() -> None:
+    """kv_chunks=4: the first gather of each phase is exposed, and shards are kept for backward."""
+    m, w, cluster = model(64, 64, layers=2), job(131072), read_cluster("atlas-800t-a2")
+    once, parts = price(m, w, 1, keep_kv=False), price(m, w, 1, kv_chunks=4)
+
+    assert parts.bytes_sent == once.bytes_sent
+    assert parts.num_collectives == 2 * (2 * (4 + 8) + 2 * 8)
+    assert 2 * parts.resident_kv_bytes == once.resident_kv_bytes
+    assert parts.peak_extra_bytes < once.peak_extra_bytes
+    gathers = [t for t in parts.terms if t.name.startswith("all_gather")]
+    # all but the first of 4, and of 8, are behind attention, which is longer
+    assert sum(t.exposed for t in gathers) < 0.35 * sum(t.seconds for t in gathers)
+    config = Config(ulysses_degree=1, kv_chunks=4)
+    held = dict(memory_use(m, cluster, w, config).terms)["resident K and V"]
+    whole = dict(memory_use(m, cluster, w, Config(ulysses_degree=1)).terms)["resident K and V"]
+    assert whole == 8 * held
+
+
+@pytest.mark.parametrize("u", [2, 4])
+def test_a_balanced_hybrid_evens_the_work_out_for_two_swaps_each_way(u: int) -> None:
+    """Imbalance 1.0; what is sent more is half of q and of the output, forward and backward."""
+    m, w = model(64, 64), job(131072)
+    plain, balanced = price(m, w, u), price(m, w, u, balance_hybrid=True)
+
+    assert plain.imbalance > 1.3 and balanced.imbalance == pytest.approx(1.0, abs=0.01)
+    tail = 131072 // 8 * 64 * 128 * 2 // 2
+    assert balanced.bytes_sent == {**plain.bytes_sent, "p2p": 4 * tail}
+    assert balanced.seconds < plain.seconds
 
 
 @pytest.mark.parametrize(

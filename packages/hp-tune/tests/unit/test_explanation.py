@@ -123,7 +123,7 @@ def test_what_is_missing_is_priced_and_ranked(qwen: Explanation) -> None:
 def test_balanced_hybrid_takes_the_imbalance_off_the_hybrid(qwen: Explanation) -> None:
     """Against the hybrid of the same degree: even attention, and the swaps that the winner has."""
     found = next(o for o in qwen.opportunities if o.feature == "balanced hybrid")
-    plain = next(r for r in qwen.rivals if r.label == found.label.removesuffix(" load_balance"))
+    plain = next(r for r in qwen.rivals if r.label == found.label.removesuffix(" balance_hybrid"))
     attention = sum(
         term.seconds * 1e3 for term in plain.ranked.prediction.terms if "attention" in term.name
     )

@@ -232,6 +232,11 @@ def test_variants_add_groups_of_heads_and_gathers_in_backward() -> None:
     assert {p.head_groups for p in groups} == {2, 4}
     assert all(p.overlap and not p.load_balance for p in groups)
     assert not any(p.ulysses_degree == 8 and not p.keep_kv for p in points)
+    balanced = [p for p in points if p.balance_hybrid]
+    assert {(p.ulysses_degree, p.keep_kv) for p in balanced} == {
+        (u, keep) for u in (2, 4) for keep in (True, False)
+    }
+    assert all(p.kv_chunks == 1 for p in points)
     assert {d.reason for d in duplicates} == {
         "load_balance runs synchronously", "Ulysses gathers no K and V"
     }  # fmt: skip
@@ -287,7 +292,10 @@ def test_a_part_of_the_space_is_searched_by_name() -> None:
     ("words", "problem"),
     [
         ("ul=1", r"unknown key 'ul'; did you mean 'u'\?"),
-        ("colour=red", r"unknown key 'colour'; known keys: u, lb, overlap, head_groups, keep_kv"),
+        (
+            "colour=red",
+            r"unknown key 'colour'; known keys: u, lb, overlap, head_groups, keep_kv, kv_chunks",
+        ),
         ("u=3", r"u \(3\) must be among 1, 2, 4, 8, the divisors of --cp \(8\)"),
         ("head_groups=3", r"head_groups \(3\) must be among 1, 2, 4"),
         ("lb=yes", r"lb \(yes\) must be on or off"),
@@ -320,3 +328,38 @@ def test_flips_are_those_of_pricing_everything_again() -> None:
         assert [(flip.number, flip.other, flip.winner) for flip in found.flips] == every
         seen += len(every)
     assert seen
+
+
+def test_streams_of_k_and_v_are_searched_where_they_are_named() -> None:
+    """Only where something is gathered, and synchronously; the rules of hp_cp have a number."""
+    points, _ = enumerate_space(8, overlap=True, only=read_restriction("kv_chunks=4,8", 8))
+
+    assert {(p.ulysses_degree, p.kv_chunks) for p in points} == {
+        (u, n) for u in (1, 2, 4) for n in (4, 8)
+    }
+    ulysses = first(model(32, 32), Config(ulysses_degree=8, kv_chunks=4))
+    balanced = first(model(32, 32), Config(ulysses_degree=1, load_balance=True, kv_chunks=4))
+    ahead = first(model(32, 32), Config(ulysses_degree=1, overlap=True, kv_chunks=4))
+    assert {found.rule for found in (ulysses, balanced, ahead)} == {"V16"}
+    assert "gather of k and v" in ulysses.message and "load_balance=True" in balanced.message
+
+
+def test_a_balanced_hybrid_is_a_point_with_a_style() -> None:
+    """Named or among the variants; load_balance itself stays refused in Hybrid."""
+    only = read_restriction("u=2,4 balance_hybrid=on,off", 8)
+    points, _ = enumerate_space(8, overlap=False, only=only)
+
+    assert {(p.ulysses_degree, p.balance_hybrid) for p in points if not p.load_balance} == {
+        (u, balance) for u in (2, 4) for balance in (True, False)
+    }
+    assert first(model(32, 32), Config(ulysses_degree=2, load_balance=True)).rule == "V05"
+    assert first(model(32, 32), Config(ulysses_degree=1, balance_hybrid=True)).rule == "V05"
+    only = read_restriction("u=2 lb=off balance_hybrid=on", 8)
+    result = search(
+        model(32, 32), read_cluster("atlas-800t-a2"), Workload(seq_len=131072, cp_size=8),
+        overlap=False, only=only,
+    )  # fmt: skip
+    assert result.plan is not None
+    (entry,) = result.plan.entries
+    assert entry.style_kwargs()["balance_hybrid"] is True
+    assert entry.plan.load_balance and entry.plan.mode == "hybrid"

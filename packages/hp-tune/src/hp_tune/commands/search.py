@@ -72,7 +72,7 @@ __all__ = ["search"]
 @duration_option("--budget", "Begin no trial after this time, such as 20m; exit code 4.")
 @count_option("--max-trials", "Begin at most so many trials in this run; exit code 4.")
 @click.option("--space", "restrict", multiple=True, metavar="KEY=VALUES",
-              help="Search a part: u=1,2 lb=on,off overlap=... head_groups=... keep_kv=...",
+              help="Search a part: u=1,2 lb=on,off overlap=... keep_kv=... kv_chunks=...",
               )  # fmt: skip
 @click.option("--variants", is_flag=True,
               help="Also groups of heads, and K and V that are gathered again.")  # fmt: skip

@@ -190,7 +190,12 @@ def _dense_rows(
     from hp_cp.plan import make_plan
 
     given = style.dense.kwargs
-    plan = make_plan(request.cp_size, given["ulysses_degree"], given.get("load_balance", False))
+    plan = make_plan(
+        request.cp_size,
+        given["ulysses_degree"],
+        given.get("load_balance", False),
+        balance_hybrid=given.get("balance_hybrid", False),
+    )
     groups = given.get("head_groups", 1)
     described = plan.describe(
         num_heads=shape.num_heads,
@@ -201,6 +206,7 @@ def _dense_rows(
         head_groups=groups,
         # what is recomputed is gathered again anyway
         keep_kv=given.get("keep_kv", True) or request.recompute,
+        kv_chunks=given.get("kv_chunks", 1),
         **sizes,
     )
     return [(row.phase, row.kind, row.count, row.bytes_sent) for row in described.collectives]
