@@ -46,6 +46,8 @@ class Settings:
             and at least so many.
         only: The part of the space that is searched; None for all of it.
         require: What a valid configuration must keep to.
+        kernels: An Ascend, such as ``ascend910b3``: the launches of its pack and unpack kernels are
+            searched with the configurations, by prediction.
         seed: Of all that is random. Nothing is, where the space is enumerated.
     """
 
@@ -58,6 +60,7 @@ class Settings:
     keep: int = 3
     only: Restriction | None = None
     require: Requirement | None = None
+    kernels: str | None = None
     seed: int = 0
 
     def made_by(self) -> dict[str, Any]:
@@ -69,6 +72,8 @@ class Settings:
             found["space"] = self.only.text()
         if self.require is not None:
             found["require"] = self.require.text
+        if self.kernels is not None:
+            found["kernels"] = self.kernels
         return found | {"seed": self.seed}
 
 
@@ -139,7 +144,27 @@ def search(
         assert place is not None, "a mode that measures has a place"
         measurer = measurer(result.workload) if callable(measurer) else measurer
         result = _measured(result, found, how, place, measurer, budget or Budget(), tell)
+    if how.kernels is not None and result.ranking:
+        result = _with_kernels(result, how, study, tell)
     return concluded(result, how)
+
+
+def _with_kernels(
+    result: Result, how: Settings, study: Path | None, tell: Callable[[str], None]
+) -> Result:
+    """Add the launches of the best; say so if with launches another one would be first."""
+    from hp_tune.joint import search_joint
+
+    assert how.kernels is not None, "asked for by the caller"
+    path = None if study is None else study.with_suffix(".kernels.journal")
+    joint = search_joint(result, how.kernels, study=path, seed=how.seed, tell=tell)
+    notes = [f"launches: {joint.recorded} of {joint.size} points priced; {joint.note}"]
+    best, first = result.ranking[0], joint.ranking[0].ranked
+    if first.config != best.config:
+        label = first.config.label(result.workload.cp_size)
+        notes.append(f"with the best launches {label} would be first")
+    launches = {point.ranked.config: point.launches for point in joint.ranking}
+    return replace(result, kernels=launches.get(best.config, {}), notes=(*result.notes, *notes))
 
 
 def concluded(result: Result, how: Settings) -> Result:

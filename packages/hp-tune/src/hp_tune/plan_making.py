@@ -116,6 +116,7 @@ def _entry(bucket: Sequence[Result], seq: tuple[int, int]) -> Entry:
             )
             for failed in result.failed
         ),
+        kernels={name: dict(one) for name, one in (result.kernels or {}).items()},
         outranked=len(result.outranked),
     )
 

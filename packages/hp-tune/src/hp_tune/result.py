@@ -9,6 +9,8 @@ from hp_tune.errors import AllFailedError, BudgetError, NoConfigurationError, Tu
 from hp_tune.ranking import Failed, Flip, Ranked
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hp_tune.cluster import Cluster
     from hp_tune.model import Model
     from hp_tune.plan_file import PlanFile
@@ -42,6 +44,7 @@ class Result:
         outranked: Valid points that ``hybrid`` did not measure, by predicted time.
         front: With the objective ``pareto``, the points that no other beats in both time and
             memory, by time; else empty.
+        kernels: Launch parameters of the best's kernels, where they were searched too.
         ended: Why measuring stopped before its end, or empty.
         weight: Share of this sequence length among those that were searched together.
     """
@@ -61,6 +64,7 @@ class Result:
     failed: tuple[Failed, ...] = ()
     outranked: tuple[Ranked, ...] = ()
     front: tuple[Ranked, ...] = ()
+    kernels: Mapping[str, Mapping[str, int]] | None = None
     ended: str = ""
     weight: float = 1.0
 

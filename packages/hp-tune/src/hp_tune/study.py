@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from hp_tune.evaluate import Point
 
-__all__ = ["Claim", "Recorded", "Trials", "open_study", "point_key", "read_study"]
+__all__ = ["Claim", "Recorded", "Trials", "open_study", "point_key", "read_study", "study_in"]
 
 FINALS = "finals"
 
@@ -94,7 +94,7 @@ class Trials:
     @contextmanager
     def _open(self) -> Iterator[tuple[Study, BaseStorage]]:
         with self.place.exclusive() as storage:
-            study = _study_in(
+            study = study_in(
                 storage, str(self.place), self.name, self.inputs, self.objectives,
                 alone=not self.place.is_shared,
             )  # fmt: skip
@@ -228,10 +228,10 @@ def read_study(path: Path) -> tuple[str, dict[str, Any], list[FrozenTrial]]:
 
 def open_study(path: Path, name: str, inputs: Mapping[str, Any]) -> Study:
     """Return the study in ``path``, made if it is not there; one of other inputs is refused."""
-    return _study_in(open_storage(path), str(path), name, inputs)
+    return study_in(open_storage(path), str(path), name, inputs)
 
 
-def _study_in(
+def study_in(
     storage: BaseStorage,
     where: str,
     name: str,
@@ -240,6 +240,16 @@ def _study_in(
     *,
     alone: bool = True,
 ) -> Study:
+    """Return the study of that name, made if it is not there; one of other inputs is refused.
+
+    Args:
+        storage: Held by this worker alone.
+        where: Its name for people.
+        name: Of the study.
+        inputs: All that its numbers follow from.
+        objectives: How many values a trial has.
+        alone: Whether no other study may be in the storage.
+    """
     import optuna
 
     others = [found for found in storage.get_all_studies() if found.study_name != name]

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["progress_bar", "result_asked_for", "search_options"]
 
 NOT_ASKED = (
-    "backend", "nproc_per_node", "hosts", "master_addr", "trial_timeout", "rounds", "warmup",
-    "budget", "keep", "max_trials", "mode", "objective", "seed", "seq_hist", "storage", "within",
-    "study", "out", "as_json", "help",
+    "budget", "keep", "kernels", "max_trials", "mode", "objective", "seed", "seq_hist", "storage",
+    "within", "backend", "nproc_per_node", "hosts", "master_addr", "trial_timeout", "rounds",
+    "warmup", "study", "out", "as_json", "help",
 )  # fmt: skip
 """Parameters of ``search`` that say how it is measured and what becomes of it, not which it is."""
 IN_BOTH = ("model", "cluster", "seq")

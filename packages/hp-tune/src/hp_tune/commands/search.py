@@ -71,6 +71,7 @@ __all__ = ["search"]
               help="... and at least so many.")  # fmt: skip
 @duration_option("--budget", "Begin no trial after this time, such as 20m; exit code 4.")
 @count_option("--max-trials", "Begin at most so many trials in this run; exit code 4.")
+@measuring_options
 @click.option("--space", "restrict", multiple=True, metavar="KEY=VALUES",
               help="Search a part: u=1,2 lb=on,off overlap=... keep_kv=... kv_chunks=...",
               )  # fmt: skip
@@ -81,11 +82,12 @@ __all__ = ["search"]
 @click.option("--objective", default="time", show_default=True,
               type=click.Choice(["time", "pareto"]),
               help="pareto: also the front of time and memory.")  # fmt: skip
+@click.option("--kernels", default=None, metavar="DEVICE",
+              help="Also launches of pack and unpack, such as on ascend910b3.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0),
               help="Of all that is random.")  # fmt: skip
 @click.option("--storage", default=None, metavar="URL",
               help="A database for workers on several machines, instead of --study.")  # fmt: skip
-@measuring_options
 @click.option("--study", default=None, type=click.Path(path_type=Path, dir_okay=False),
               help="Optuna Journal file.  [default: one per search in .hp-tune/]")  # fmt: skip
 @click.option("--out", default="plan.json", show_default=True, help="Where the plan is written.",
@@ -150,6 +152,7 @@ def _settings(options: dict[str, Any]) -> Settings:
         keep=options["keep"],
         only=read_only(options),
         require=read_require(options),
+        kernels=options["kernels"],
         seed=options["seed"],
     )
 
