@@ -33,7 +33,7 @@ def gather_for_few_heads(configs: Sequence[Config], layer: Attention, cp_size: i
 
 
 def _is_plain(config: Config) -> bool:
-    return not config.load_balance and not config.overlap and config.head_groups == 1
+    return config == Config(ulysses_degree=config.ulysses_degree)
 
 
 Rule = Callable[[Sequence[Config], Attention, int], Config]

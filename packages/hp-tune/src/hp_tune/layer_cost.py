@@ -70,7 +70,7 @@ def crossings(config: Config) -> int:
     q, k, v and the output of the module, twice where it is called twice; q, k and v once more where
     projections hand them off.
     """
-    calls = 2 if config.load_balance else 1
+    calls = 2 if config.balances else 1
     return 4 * calls * config.head_groups + 3 * (config.overlap and config.head_groups == 1)
 
 

@@ -50,8 +50,8 @@ def test_every_group_of_every_valid_configuration_is_measured(world: int, nproc:
     """Each collective that a plan describes has its shape, whose groups are the plan's."""
     shapes = cp_shapes(world, nproc)
     for u in divisors(world):
-        for balance in (False, True) if u == 1 else (False,):
-            plan = make_plan(world, u, balance)
+        for balance in (False, True) if u < world else (False,):
+            plan = make_plan(world, u, balance and u == 1, balance_hybrid=balance and u > 1)
             described = plan.describe(num_heads=24, num_kv_heads=24, seq_len=480, head_size=8)
             for row in described.collectives:
                 first = described.groups[row.axis]

@@ -43,7 +43,12 @@ def measure_host(clock: Clock, *, rounds: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for config in enumerate_space(world)[0]:
         try:
-            plan = make_plan(world, config.ulysses_degree, config.load_balance)
+            plan = make_plan(
+                world,
+                config.ulysses_degree,
+                config.load_balance,
+                balance_hybrid=config.balance_hybrid,
+            )
         except ValueError:
             continue  # what the styles do not have
         label = config.label(world)

@@ -4,7 +4,7 @@ With 4 ranks, two on each host::
 
     ulysses_degree   all-to-all among      gather among          swap among
     4                0 1 2 3
-    2                0 1 | 2 3             0 2 | 1 3             0 3 | 1 2
+    2                0 1 | 2 3             0 2 | 1 3             0 2 | 1 3
     1                                      0 1 2 3               0 3 | 1 2
 
 All groups of a shape are busy at once, as they are in a layer.
@@ -40,14 +40,12 @@ def cp_shapes(world_size: int, nproc_per_node: int) -> list[Shape]:
         stride = world_size // size
         if size > 1:
             found |= {Shape("all_to_all", size, 1)}
-            found |= {Shape("all_gather", size, stride), Shape("reduce_scatter", size, stride)}
+            found |= {Shape(kind, size, stride) for kind in ("all_gather", "reduce_scatter", "p2p")}
     for size, stride in ((nproc_per_node, 1), across):
         if size > 1:
             found |= {
                 Shape(kind, size, stride) for kind in ("all_to_all", "all_gather", "reduce_scatter")
             }
-    if world_size > 1:
-        found |= {Shape("p2p", world_size, 1)}
     return sorted(found)
 
 
