@@ -1,4 +1,4 @@
-"""hp-tune with its closure alone: a search from the command line, without importing torch."""
+"""hp-tune with its closure alone: a search and its page, without importing torch."""
 
 from __future__ import annotations
 
@@ -26,3 +26,8 @@ if __name__ == "__main__":
         plans = list(Path(folder).glob("**/plan.json"))
         assert plans, (done.stdout, list(Path(folder).iterdir()))
         assert json.loads(plans[0].read_text())
+        command = [sys.executable, "-I", "-c", SEARCH, "report", "--lengths", "8192"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        page = (Path(folder) / "report.html").read_text()
+        assert "<style>:root" in page, "the style sheet came along in the wheel"

@@ -74,7 +74,7 @@ def stacked_bars(
     for tick in ticks(0.0, top):
         x = left + tick * scale
         axis += [line(x, start - 4, x, y, "grid"), text(x, y + 16, f"{tick:g}", "middle", "tick")]
-    axis.append(text(WIDTH - 84, y + 16, unit, css="tick"))
+    axis.append(text(WIDTH - 62, y + 16, unit, css="tick"))
     if limit is not None:
         x = left + limit[1] * scale
         bars.append(line(x, start - 4, x, y, "limit"))
