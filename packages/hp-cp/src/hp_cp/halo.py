@@ -32,13 +32,24 @@ def check_window_arguments(
     sliding_window: int | None,
     sink_tokens: int,
     *,
-    load_balance: bool = False,
+    balance: str | None = None,
     keep_kv: bool = True,
     kv_chunks: int = 1,
     use_local_input: bool = False,
     overlap: bool = False,
 ) -> None:
-    """Refuse options of a style that a window does not go with."""
+    """Refuse options of a style that a window does not go with.
+
+    Args:
+        where: Start of an error message.
+        sliding_window: How many keys a query sees, its own included; None where all are gathered.
+        sink_tokens: How many first keys it sees beside them.
+        balance: The option that shares causal work equally, as the user typed it; None without.
+        keep_kv: As in `ContextParallel`, like the others.
+        kv_chunks: As there.
+        use_local_input: As there.
+        overlap: Whether k and v are sent ahead of the module.
+    """
     sinks_are_counted = isinstance(sink_tokens, int) and not isinstance(sink_tokens, bool)
     require(
         sinks_are_counted and sink_tokens >= 0,
@@ -57,11 +68,11 @@ def check_window_arguments(
     require_positive(where, "sliding_window", sliding_window, "it counts the query's own key")
     option = f"sliding_window ({sliding_window})"
     require(
-        not load_balance,
+        balance is None,
         where,
-        f"{option} must be None with load_balance=True: "
+        f"{option} must be None with {balance}: "
         "within a window every rank has the same work already",
-        "leave load_balance out",
+        "leave one of them out",
     )
     require(
         keep_kv,
@@ -96,7 +107,8 @@ def check_window(
     plan: Plan, sliding_window: int | None, sink_tokens: int = 0, *, where: str
 ) -> None:
     """Refuse a window in a plan that gathers nothing, or that is balanced."""
-    check_window_arguments(where, sliding_window, sink_tokens, load_balance=plan.load_balance)
+    balance = plan.balance_option if plan.load_balance else None
+    check_window_arguments(where, sliding_window, sink_tokens, balance=balance)
     degrees = " or ".join(map(str, divisors(plan.cp_size)[:-1]))
     require(
         sliding_window is None or plan.mode != "ulysses",

@@ -145,7 +145,11 @@ class ContextParallel(BoundaryStyle):
             where,
             sliding_window,
             sink_tokens,
-            load_balance=load_balance,
+            balance="load_balance=True"
+            if load_balance
+            else "balance_hybrid=True"
+            if balance_hybrid
+            else None,
             keep_kv=keep_kv,
             kv_chunks=kv_chunks,
             use_local_input=use_local_input,

@@ -205,7 +205,7 @@ def test_rotary_parts_of_version_2_are_cut_as_q_and_k_are(case: Case, dressed: b
 
 
 @pytest.mark.parametrize("mode", ["causal", "window", "full"])
-@pytest.mark.parametrize("case", ALL, ids=str)
+@pytest.mark.parametrize("case", [*ALL, Case(P=4, degree=2, balance_hybrid=True)], ids=str)
 def test_documents_of_tnd_are_cut(case: Case, mode: str) -> None:
     """Lengths that end inside a rank's rows, one that spans ranks; halves under load balance."""
     lengths = [5, 17, 24]

@@ -21,6 +21,7 @@ MODES = [
     Case(P=3, degree=1, layout="TND"),
     Case(P=4, degree=2, layout="TND"),
     Case(P=3, degree=1, load_balance=True, layout="TND"),
+    Case(P=4, degree=2, balance_hybrid=True, layout="TND"),
 ]
 DOCUMENTS = {
     "straddling": [0, 5, 17, 24],

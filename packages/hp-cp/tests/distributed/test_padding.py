@@ -16,7 +16,11 @@ from ._cores import Sdpa
 
 S, LENGTHS = 24, (24, 9)
 FIRST = torch.tensor([True, False]).view(2, 1, 1, 1)
-CASES = [*EACH, Case(P=3, degree=1, load_balance=True)]
+CASES = [
+    *EACH,
+    Case(P=3, degree=1, load_balance=True),
+    Case(P=4, degree=2, balance_hybrid=True),
+]
 
 
 def _real(side: str) -> Tensor:

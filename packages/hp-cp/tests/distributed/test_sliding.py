@@ -16,7 +16,11 @@ from ._compare import EACH, Case, compare, reference
 from ._cores import Sdpa, heads_back, heads_first
 
 WINDOWS = [(1, 0), (4, 0), (5, 2), (13, 9), (40, 0)]
-CASES = [*EACH, Case(P=3, degree=1, load_balance=True)]
+CASES = [
+    *EACH,
+    Case(P=3, degree=1, load_balance=True),
+    Case(P=4, degree=2, balance_hybrid=True),
+]
 
 
 class Sliding(nn.Module):

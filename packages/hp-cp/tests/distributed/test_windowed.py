@@ -251,6 +251,8 @@ def test_async_and_ulysses_refuse_a_window() -> None:
             ContextParallel(sliding_window=4).apply(Sliding(4), mesh)
 
     ranks(2).run(on)
+    with pytest.raises(ValueError, match=r"must be None with balance_hybrid=True"):
+        ContextParallel(ulysses_degree=2, balance_hybrid=True, sliding_window=4)
     with pytest.raises(ValueError, match=r"Plan\.describe: sliding_window"):
         make_plan(2).describe(
             num_heads=4, num_kv_heads=4, seq_len=24, head_size=6, sliding_window=4
