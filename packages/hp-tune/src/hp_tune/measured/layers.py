@@ -20,6 +20,9 @@ DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64,
 }  # fmt: skip
 
+ALSO_DESCRIBED = ("kv_chunks", "sliding_window", "sink_tokens")
+"""Arguments of a style that its plan's description takes under the same name."""
+
 Totals: TypeAlias = Mapping[str, tuple[int, int]]
 Parts: TypeAlias = nn.Module
 """The projections of one kind of layer: `DenseParts` or `SparseParts`."""
@@ -206,7 +209,7 @@ def _dense_rows(
         head_groups=groups,
         # what is recomputed is gathered again anyway
         keep_kv=given.get("keep_kv", True) or request.recompute,
-        kv_chunks=given.get("kv_chunks", 1),
+        **{name: given[name] for name in ALSO_DESCRIBED if name in given},
         **sizes,
     )
     return [(row.phase, row.kind, row.count, row.bytes_sent) for row in described.collectives]
