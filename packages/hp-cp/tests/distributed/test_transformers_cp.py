@@ -32,6 +32,11 @@ GROUPED: dict[str, dict[str, Any]] = {
     "colossal in 2 groups": {"ulysses_degree": 1, "head_groups": 2},
     "hybrid in 2 groups": {"ulysses_degree": 2, "head_groups": 2},
 }
+OTHERS: dict[str, dict[str, Any]] = {
+    "streamed": {"ulysses_degree": 1, "kv_chunks": 3},
+    "streamed hybrid": {"ulysses_degree": 2, "kv_chunks": 5},
+    "balanced hybrid": {"ulysses_degree": 2, "balance_hybrid": True},
+}
 B, S = 2, 24
 IDS = torch.randint(0, 61, (B, S), generator=torch.Generator().manual_seed(1))
 
@@ -75,7 +80,7 @@ def assert_equal_on_all_ranks(
     model: Any, size: int, mode: str, expected: dict[str, Any], **call: Any
 ) -> None:
     for rank, got in enumerate(
-        ranks(size).run(sharded, model, size, {**MODES, **GROUPED}[mode], **call)
+        ranks(size).run(sharded, model, size, {**MODES, **GROUPED, **OTHERS}[mode], **call)
     ):
         assert_close(got["logits"], cut(expected["logits"], rank, size), name="logits")
         assert_close(got["loss"], expected["loss"], kind="loss", name="loss")
@@ -116,6 +121,18 @@ def test_head_groups_overlap_in_models_that_rotate_before_attention(
     expected = single(tiny(family, implementation, **heads))
 
     assert_equal_on_all_ranks(tiny(family, implementation, **heads), 4, mode, expected)
+
+
+@pytest.mark.parametrize("mode", OTHERS)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_streamed_keys_and_a_balanced_hybrid_train_as_one_process_does(
+    tiny: Tiny, family: str, mode: str
+) -> None:
+    """Rotary and repeated heads stand in front; mistral brings a mask of its window."""
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 6}
+    expected = single(tiny(family, **heads))
+
+    assert_equal_on_all_ranks(tiny(family, **heads), 4, mode, expected)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 3, 6])

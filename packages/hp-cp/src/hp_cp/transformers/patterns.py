@@ -17,6 +17,8 @@ from transformers.masking_utils import causal_mask_function
 
 from hp_cp.packed import packed_attention
 from hp_cp.sliding import sliding_window_attention
+from hp_cp.windowed import Halo
+from hp_mesh.view import current_view
 
 if TYPE_CHECKING:
     from hp_cp.transformers.call import GlobalCall
@@ -72,6 +74,9 @@ def attend_without_mask(
     Returns:
         ``[B, S, H, Dv]``.
     """
+    view = current_view()
+    if view is not None and view.streamed is not None and not isinstance(view.streamed, Halo):
+        return None  # kv_chunks: plain attention with a mask takes K and V part by part
     pattern = pattern_of(mask.arguments["mask_function"])
     if pattern is None or call.padding is not None or options.get("dropout", 0.0) > 0.0:
         return None
