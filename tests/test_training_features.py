@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -243,3 +244,45 @@ def test_autocast_differs_from_one_process_by_rounding(
         assert seen == [torch.bfloat16] * 2
 
     ranks(size).run(run)
+
+
+def _compiled(rank: int, expected: dict[str, Tensor]) -> list[dict[str, int]]:
+    """Compile each layer around its boundary; return how often which of our hooks broke a graph."""
+    from torch._dynamo.utils import counters
+
+    found = []
+    for kind, mode in (
+        (ContextParallel, ULYSSES),
+        (ContextParallel, BALANCED),
+        (AsyncContextParallel, ULYSSES),
+    ):
+        torch._dynamo.reset()
+        counters.clear()
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "cp"))
+        model = styled(kind, mode, mesh)
+        for layer in model.layers.values():
+            layer.compile(backend="aot_eager")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # dynamo tells what it does not trace
+            for step in range(2):
+                plain_step(model, mesh)
+                name = f"{kind.__name__} {mode}, step {step}"
+                assert_close(grads_of(model, mesh), expected, kind="grad", name=name)
+        reasons = [reason for reason in counters["graph_break"] if "." in reason]
+        found.append(
+            {
+                "graphs": counters["stats"]["unique_graphs"],
+                "at attention": sum("_PreHook.__call__" in reason for reason in reasons),
+                "at a handoff": sum("_Hook.__call__" in reason for reason in reasons),
+                "elsewhere": sum("Hook.__call__" not in reason for reason in reasons),
+            }
+        )
+    return found
+
+
+def test_a_compiled_block_breaks_at_its_boundary_only() -> None:
+    """torch.compile of each layer, sync and async: same gradients, graphs around the exchange."""
+    found = ranks(2, backend="processes").run(_compiled, alone().first, timeout=400.0)[0]
+    for breaks in found[:2]:
+        assert (breaks["at attention"], breaks["at a handoff"], breaks["elsewhere"]) == (1, 0, 0)
+    assert found[2]["at a handoff"] > 0, found

@@ -205,6 +205,8 @@ class View(TorchFunctionMode):
         """Whether ``tensor`` is a DTensor on the mesh of this view."""
         return isinstance(tensor, DTensor) and tensor.device_mesh == self.mesh
 
+    # torch.compile would trace what we do for each op, and stop some fifty times in one block
+    @torch.compiler.disable
     def __torch_function__(
         self,
         func: Callable[..., Any],
