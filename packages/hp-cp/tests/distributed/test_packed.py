@@ -95,6 +95,14 @@ def test_queries_and_keys_may_have_other_lengths(case: Case) -> None:
         ranks(case.P).run(compare, case, lambda g=given: Packed(torch.tensor(queries), **g))
 
 
+def test_a_rank_whose_queries_see_no_key_still_takes_part_in_backward() -> None:
+    """Zeros, and the gradients that the other rank waits for."""
+    given = {"cu_seqlens_k": [0, 0, 24]}
+    for options in ({}, {"causal": False}, {"sliding_window": 3}):
+        for case in (Case(P=2, degree=1, layout="TND"), MODES[2]):
+            ranks(case.P).run(compare, case, lambda o=options: Packed([0, 12, 24], **given, **o))
+
+
 @pytest.mark.parametrize("case", MODES, ids=str)
 def test_a_batch_of_one_is_squeezed_in_the_core(case: Case) -> None:
     """``[1, S, H, D]``, as models with packed batches have it."""

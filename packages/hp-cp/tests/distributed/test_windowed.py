@@ -25,7 +25,7 @@ CASES = [
     Case(P=3, degree=1, layout="BNSD", H=6, HK=1),
     Case(P=4, degree=1, layout="SBHD"),
     Case(P=4, degree=2),
-    Case(P=4, degree=2, H=12, HK=6),  # with a KV head for each query head where they do not divide
+    Case(P=4, degree=2, H=12, HK=6),
 ]
 WINDOWS = [(1, 0), (4, 0), (9, 0), (5, 2), (9, 8), (3, 13), (40, 3)]
 """Shards have 6, 8 or 12 rows: within the neighbour's, and several ranks back."""
@@ -45,6 +45,13 @@ def test_windows_equal_one_device_and_send_their_keys_only(
     sent = ranks(case.P).run(compare, case, core, **options)
     assert all("all_gather" not in one.by_kind for one in sent)
     assert all("reduce_scatter" not in one.by_kind for one in sent)
+
+
+def test_heads_that_are_shared_unevenly_are_fetched_as_attention_sees_them() -> None:
+    """Three query heads a rank, two to a KV head: each comes with one of its own."""
+    case, options = Case(P=8, degree=4, H=12, HK=6), {"sliding_window": 7, "sink_tokens": 2}
+    assert make_plan(8, 4).heads(12, 6).kv_expand is not None
+    ranks(8).run(compare, case, lambda: Sliding(7, 2), **options)
 
 
 @pytest.mark.parametrize("case", CASES[::2], ids=str)
