@@ -1,6 +1,6 @@
 """Measure how much slower the tuner's picks are than the best, on two hosts with a set link.
 
-    nox -s bench_regret [-- --rates 100,500,2000 --seq 512,1024,2048 --record FILE.jsonl]
+    nox -s bench_regret [-- --rates 100,500,2000 --seq 256,512,1024 --record FILE.jsonl]
 
 For each rate of the link ``hp-tune profile`` measures the two hosts; for each sequence length every
 valid configuration is measured, all in turn in one job. The regret of a pick is its time over that
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run; exit code 1 if a regret is above what is promised."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rates", type=numbers, default=[100, 500, 4000], help="mbit/s")
-    parser.add_argument("--seq", type=numbers, default=[512, 1024, 2048])
+    parser.add_argument("--seq", type=numbers, default=[256, 512, 1024])
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--head-size", type=int, default=32)
