@@ -209,10 +209,15 @@ def study(
     name: str, attributes: dict[str, Any], trials: Sequence[FrozenTrial], *, as_json: bool
 ) -> None:
     """Print the trials of a study, best first."""
-    ordered = sorted(trials, key=lambda t: (t.value is None, t.value or 0.0, t.number))
+    ordered = sorted(trials, key=lambda t: (t.values is None, t.values or [], t.number))
     if as_json:
         rows = [
-            {"number": t.number, "state": t.state.name, "ms": t.value, **t.user_attrs}
+            {
+                "number": t.number,
+                "state": t.state.name,
+                "ms": t.values and t.values[0],
+                **t.user_attrs,
+            }
             for t in ordered
         ]
         print_json({"name": name, "inputs": attributes.get("inputs"), "trials": rows})
@@ -221,7 +226,7 @@ def study(
     for trial in ordered:
         found = trial.user_attrs
         why = f"{found['rule']}: {found['message']}" if "rule" in found else ""
-        value = "" if trial.value is None else milliseconds(trial.value)
+        value = milliseconds(trial.values[0]) if trial.values else ""
         table.add_row(str(trial.number), str(found.get("label")), trial.state.name, value, why)
     new_console().print(name, table)
 

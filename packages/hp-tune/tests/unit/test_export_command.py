@@ -121,6 +121,16 @@ def test_questions_to_a_plan_and_to_a_study(capsys: pytest.CaptureFixture[str]) 
     assert "formula" not in run(capsys, "show", "s.journal", "--trial", "0")[1]
 
 
+def test_a_study_of_time_and_memory_is_shown_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its trials have two values; the first is the time."""
+    run(capsys, *SEARCH, "--objective", "pareto")
+    for more in ((), ("--json",), ("--pareto",), ("--trial", "0")):
+        assert run(capsys, "show", "s.journal", *more)[0] == 0
+    trials = json.loads(run(capsys, "show", "s.journal", "--json")[1])["trials"]
+    assert trials[0]["ms"] == pytest.approx(2854.32, abs=0.1)
+    assert trials[-1]["ms"] is None
+
+
 def test_validate_names_each_file_and_exits_with_its_code(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
