@@ -16,6 +16,9 @@ __all__ = ["seen_by_views", "unseen_by_checkpoints"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+C = TypeVar("C", bound=Callable[..., Any])
+
+untraced: Callable[[C], C] = torch.compiler.disable
 
 
 def seen_by_views(function: Callable[P, R]) -> Callable[P, R]:
@@ -26,7 +29,7 @@ def seen_by_views(function: Callable[P, R]) -> Callable[P, R]:
     checks and loops over tiles included.
     """
 
-    @torch.compiler.disable
+    @untraced
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         tensors = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
