@@ -68,7 +68,11 @@ def main() -> int:
                 continue
             where = str(mutant.path.relative_to(copy))
             lines = reached.get(where, {})
-            tests = _chosen(lines.get(str(mutant.line), []), cost, f"{asked.seed}-{number}")
+            # a line that runs at import is reached by no test alone, and by all of its file's
+            reaching = lines.get(str(mutant.line)) or sorted(
+                {t for ts in lines.values() for t in ts}
+            )
+            tests = _chosen(reaching, cost, f"{asked.seed}-{number}")
             start = time.monotonic()
             outcome = _run(mutant, tests, asked.timeout, asked.work) if tests else "not reached"
             results[outcome] += 1
