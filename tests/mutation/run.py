@@ -76,7 +76,8 @@ def main() -> int:
             outcome = _run(mutant, tests, asked.timeout, asked.work) if tests else "not reached"
             results[outcome] += 1
             row = {
-                "number": number, "outcome": outcome, "where": f"{where}:{mutant.line}", "change": mutant.change(),
+                "number": number, "outcome": outcome,
+                "where": f"{where}:{mutant.line}", "change": mutant.change(),
                 "operator": mutant.operator, "tests": len(tests),
                 "seconds": round(time.monotonic() - start, 1),
             }  # fmt: skip
