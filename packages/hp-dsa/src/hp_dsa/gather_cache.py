@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from hp_dsa.gather import Gathered
-from hp_mesh.boundary import call_frame, outside_compiled_code
+from hp_mesh.boundary import call_frame
 from hp_mesh.checks import fail
+from hp_mesh.overrides import outside_compiled_code
 
 __all__ = ["DSAGatherCache", "open_gathers"]
 

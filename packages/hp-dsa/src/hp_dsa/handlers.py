@@ -254,8 +254,8 @@ class _Call:
         else:
             whole, cp = parts[0], Shard(dim)
             if len(parts) > 1:
-                trade = plan.swaps_tails
-                whole = merge_head_tail(*parts, view.group, seq_dim=dim, trade=trade)
+                (head, tail), trade = parts, plan.swaps_tails
+                whole = merge_head_tail(head, tail, view.group, seq_dim=dim, trade=trade)
         if not view.owns(self.query):
             return whole
         placements = view.placements(cp, self._foreign(kind, whole))

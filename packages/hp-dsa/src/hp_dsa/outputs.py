@@ -174,8 +174,8 @@ class Returned:
             return parts[0]
         local = parts[0]
         if len(parts) > 1:
-            group, trade = self._view.group, plan.swaps_tails
-            local = merge_head_tail(*parts, group, seq_dim=dim, trade=trade)
+            (head, tail), group = parts, self._view.group
+            local = merge_head_tail(head, tail, group, seq_dim=dim, trade=plan.swaps_tails)
         return self._restore(local, dim, self._heads() if kind == "attention" else None)
 
     def _check_rows(

@@ -18,19 +18,17 @@ from __future__ import annotations
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from hp_mesh._torch import global_forward_hooks
 from hp_mesh.checks import fail
-from hp_mesh.overrides import unseen_by_checkpoints
+from hp_mesh.overrides import outside_compiled_code, unseen_by_checkpoints
 from hp_mesh.view import View, close_view, open_view
 
 __all__ = ["Boundary", "BoundaryStyle", "Entry", "boundary_of", "inner_hooks", "remove_boundary"]
@@ -52,7 +50,6 @@ class Entry:
 
 
 E = TypeVar("E", bound=Entry)
-H = TypeVar("H", bound=Callable[..., Any])
 
 
 class Boundary(ABC, Generic[E]):
@@ -129,9 +126,6 @@ def call_frame() -> FrameType:
             return found
         found = found.f_back
     return frame
-
-
-outside_compiled_code: Callable[[H], H] = torch.compiler.disable  # hooks look at the call stack
 
 
 def _close(entry: Entry) -> None:

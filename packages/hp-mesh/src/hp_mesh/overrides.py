@@ -1,4 +1,4 @@
-"""What others see of our own work: views, and selective activation checkpointing."""
+"""What others see of our own work: views, selective activation checkpointing, torch.compile."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from hp_mesh._torch import hidden_from_selective_checkpoint
 
-__all__ = ["seen_by_views", "unseen_by_checkpoints"]
+__all__ = ["outside_compiled_code", "seen_by_views", "unseen_by_checkpoints"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-C = TypeVar("C", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., Any])
 
-untraced: Callable[[C], C] = torch.compiler.disable
+outside_compiled_code: Callable[[F], F] = torch.compiler.disable
+"""Decorates what torch.compile must not trace: it looks at the call stack, or runs for each op."""
 
 
 def seen_by_views(function: Callable[P, R]) -> Callable[P, R]:
@@ -29,15 +30,15 @@ def seen_by_views(function: Callable[P, R]) -> Callable[P, R]:
     checks and loops over tiles included.
     """
 
-    @untraced
     @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    def traced(*args: P.args, **kwargs: P.kwargs) -> R:
         tensors = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         if has_torch_function(tensors):
-            overridden: Any = handle_torch_function(cast(Any, call), tensors, *args, **kwargs)
+            overridden: Any = handle_torch_function(call, tensors, *args, **kwargs)
             return cast(R, overridden)
         return function(*args, **kwargs)
 
+    call = outside_compiled_code(traced)
     return call
 
 

@@ -42,7 +42,7 @@ from hp_mesh._torch import (
 )
 from hp_mesh.checks import fail
 from hp_mesh.contraction import register_contractions
-from hp_mesh.overrides import untraced
+from hp_mesh.overrides import outside_compiled_code
 from hp_mesh.plain import enter_view, written
 from hp_mesh.reshape import register_reshapes
 from hp_mesh.streamed import Streamed
@@ -207,7 +207,7 @@ class View(TorchFunctionMode):
         return isinstance(tensor, DTensor) and tensor.device_mesh == self.mesh
 
     # torch.compile would trace what we do for each op, and stop some fifty times in one block
-    @untraced
+    @outside_compiled_code
     def __torch_function__(
         self,
         func: Callable[..., Any],
