@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ class Device:
     def __init__(self, backend: str, local_rank: int) -> None:
         self.type, self.collectives = BACKENDS[backend]
         if self.type == "npu":
-            import torch_npu  # noqa: F401  (registers the device)
+            import_module("torch_npu")  # registers the device
         self._module: Any = None if self.type == "cpu" else getattr(torch, self.type)
         self.device = torch.device("cpu" if self.type == "cpu" else f"{self.type}:{local_rank}")
         if self._module is not None:

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def main() -> None:
     asked = request()
     kind, _, transport = str(asked["backend"]).partition("-")
     if kind == "npu":
-        import torch_npu  # noqa: F401  registers the device
+        import_module("torch_npu")  # registers the device
     device = torch.device("cpu" if kind == "cpu" else f"{kind}:{os.environ['LOCAL_RANK']}")
     if kind != "cpu":
         torch.get_device_module(device).set_device(device)
