@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
     failed = [row["case"] for row in rows if not row["checked"]]
     if failed:
-        print(f"not right, so not timed: {', '.join(failed)}", file=sys.stderr)
+        print(f"did not pass: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
 
 
