@@ -26,7 +26,10 @@ __all__ = [
     "lengths_of_ranks",
     "one_dim",
     "put_back",
+    "require_addable",
+    "require_no_lengths",
     "require_order",
+    "require_tensor",
     "require_tensors",
     "sequence_to_heads",
     "take",
@@ -141,6 +144,23 @@ def require_tensors(where: str, xs: Sequence[Any]) -> None:
         raise fail(where, f"x (on {', '.join(devices)}) must be on one device")
 
 
+def require_tensor(where: str, name: str, x: Any) -> None:
+    """Refuse what is not one tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{where}: {name} ({type(x).__name__}) must be a tensor")
+
+
+def require_addable(where: str, x: Tensor) -> None:
+    """Refuse a tensor whose sum over the ranks no backend knows, or that none is meant to have."""
+    dtype = x.dtype
+    if dtype == torch.bool or (dtype.is_floating_point and dtype.itemsize == 1):
+        raise fail(
+            where,
+            f"x ({dtype}) must be of a dtype that can be added up over the ranks",
+            "convert it to a wider one first",
+        )
+
+
 def group_of(where: str, group: ProcessGroup) -> tuple[int, int]:
     """Return size and own rank of a group that this rank is in."""
     rank = _torch.group_rank(group)
@@ -208,13 +228,21 @@ def chunks_of_ranks(
     where: str, length: int, dim: int, lengths: Sequence[int] | None, size: int
 ) -> Cut:
     """Cut a whole sequence into the ranks' chunks, ``r`` and ``2P - 1 - r`` of ``2P``."""
-    require(
-        lengths is None,
-        where,
-        "lengths must be None with order='head_tail', whose chunks are equal",
-    )
+    require_no_lengths(where, lengths)
     require_divisible(where, f"sequence length (dim {dim} of x)", length, "2P", 2 * size)
+    if not length:  # no rows: no chunk has a size
+        return Cut(dim, (0,) * size)
     return Cut(dim, (2,) * size, head_tail_chunks(size), length // (2 * size))
+
+
+def require_no_lengths(where: str, lengths: Sequence[int] | None) -> None:
+    """Refuse lengths of shards that are pairs of equal chunks."""
+    if lengths is not None:
+        raise fail(
+            where,
+            f"lengths ({lengths!r}) must be None with order='head_tail', whose chunks are equal",
+            "pad the sequence to a multiple of 2P, or use order='contiguous'",
+        )
 
 
 def rows_to_ranks(

@@ -44,9 +44,15 @@ def group_rank(group: ProcessGroup) -> int:
     return dist.get_rank(group)
 
 
+_UNKNOWN = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+
+
 def _as_bytes(x: Tensor) -> Tensor:
-    # backends know no 8-bit floats; moving bytes does not need to
-    return x.view(torch.uint8) if x.dtype.is_floating_point and x.dtype.itemsize == 1 else x
+    # backends know neither these nor 8-bit floats; moving bytes does not need to
+    dtype = x.dtype
+    if dtype in _UNKNOWN or (dtype.is_floating_point and dtype.itemsize == 1):
+        return x.view(torch.uint8)
+    return x
 
 
 def all_to_all(
@@ -59,11 +65,13 @@ def all_to_all(
     async_op: bool,
 ) -> Work | None:
     """Exchange flat dense buffers; sizes in elements, None for equal parts."""
+    sent = _as_bytes(input)
+    unit = input.itemsize // sent.itemsize
     return dist.all_to_all_single(
         _as_bytes(output),
-        _as_bytes(input),
-        None if output_sizes is None else list(output_sizes),
-        None if input_sizes is None else list(input_sizes),
+        sent,
+        None if output_sizes is None else [n * unit for n in output_sizes],
+        None if input_sizes is None else [n * unit for n in input_sizes],
         group=group,
         async_op=async_op,
     )

@@ -28,6 +28,7 @@ from hp_comm.kernels.arithmetic import HeadWork, prepare
 from hp_comm.moves import Move
 from hp_comm.prepared import listed_works, prepared, weights_of
 from hp_comm.transfers import Exchange, Gather
+from hp_mesh.checks import require_divisible
 from hp_mesh.sequence import Order
 
 __all__ = ["Heads", "gather_seq", "head_to_seq", "seq_to_head"]
@@ -345,6 +346,7 @@ def gather_seq(
         s = cuts.one_dim(where, one.shape, "seq_dim", seq_dim)
         shape = list(one.shape)
         if order == "head_tail":
+            require_divisible(where, f"local length (dim {s} of x)", shape[s], "2", 2)
             shape[s] *= size
             part = cuts.chunks_of_ranks(where, shape[s], s, lengths, size)
         else:

@@ -57,7 +57,7 @@ def exchange_head_tail(
         same swap.
     """
     where = "exchange_head_tail"
-    cuts.require_tensors(where, [x])
+    cuts.require_tensor(where, "x", x)
     size, rank = cuts.group_of(where, group)
     mirror = mirror_rank(rank, size)
     if mirror == rank:
@@ -84,7 +84,7 @@ def split_head_tail(
         rank, dense; a view where nothing is traded. Backward is `merge_head_tail`.
     """
     where = "split_head_tail"
-    cuts.require_tensors(where, [x])
+    cuts.require_tensor(where, "x", x)
     dim = cuts.one_dim(where, x.shape, "seq_dim", seq_dim)
     require_divisible(where, f"local length (dim {dim} of x)", x.shape[dim], "2", 2)
     return cast(
@@ -108,7 +108,8 @@ def merge_head_tail(
         ``[B, S/P, H, D]``, dense. Backward is `split_head_tail`.
     """
     where = "merge_head_tail"
-    cuts.require_tensors(where, [head, tail])
+    cuts.require_tensor(where, "head", head)
+    cuts.require_tensor(where, "tail", tail)
     dim = cuts.one_dim(where, head.shape, "seq_dim", seq_dim)
     require(
         head.shape == tail.shape and head.dtype == tail.dtype,

@@ -46,6 +46,8 @@ def scatter_seq(
         ``[B, S/P, H, D]``, summed in the dtype of ``x``.
     """
     where = "scatter_seq"
+    cuts.require_tensor(where, "x", x)
+    cuts.require_addable(where, x)
     size, _ = cuts.group_of(where, group)
     dim = cuts.one_dim(where, x.shape, "seq_dim", seq_dim)
     cuts.require_order(where, order)

@@ -51,11 +51,12 @@ def unshard_sequence(
         ``[.., S, ..]``, the same on all ranks.
     """
     where = "unshard_sequence"
+    cuts.require_tensor(where, "x", x)
     size, rank = cuts.group_of(where, group)
     dim = cuts.one_dim(where, x.shape, "seq_dim", seq_dim)
     cuts.require_order(where, order)
     if order == "head_tail":
-        require(lengths is None, where, "lengths must be None with order='head_tail'")
+        cuts.require_no_lengths(where, lengths)
         require_divisible(where, f"local length (dim {dim} of x)", x.shape[dim], "2", 2)
     part = cuts.lengths_of_ranks(where, x.shape, dim, lengths, size, rank)
     total = sum(part.counts)

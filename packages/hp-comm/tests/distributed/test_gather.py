@@ -8,8 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hp_comm import gather_seq
-from hp_mesh.sequence import shard_sequence
+from hp_comm import (
+    gather_seq,
+    merge_head_tail,
+    scatter_seq,
+    seq_to_head,
+    split_head_tail,
+    unshard_sequence,
+)
+from hp_mesh.sequence import Order, shard_sequence
 from hp_mesh.testing import assert_close, count_collectives, poison_empty, randn, ranks
 
 
@@ -131,12 +138,74 @@ def test_orders_that_cannot_be_are_refused() -> None:
 
     def on(rank: int) -> None:
         x, group = torch.zeros(1, 3, 2), dist.group.WORLD
-        with pytest.raises(ValueError, match=r"sequence length \(dim 1 of x\) \(6\) must be div"):
+        with pytest.raises(ValueError, match=r"local length \(dim 1 of x\) \(3\) must be div"):
             gather_seq(x, group, seq_dim=1, order="head_tail")
-        with pytest.raises(ValueError, match="lengths must be None with order='head_tail'"):
-            gather_seq(x[:, :2], group, seq_dim=1, order="head_tail", lengths=[2, 2])
+        for call in (gather_seq, unshard_sequence):
+            with pytest.raises(ValueError, match=r"lengths \(\[2, 2\]\) must be None with order="):
+                call(x[:, :2], group, seq_dim=1, order="head_tail", lengths=[2, 2])
         with pytest.raises(ValueError, match=r"order \('zigzag'\) must be 'contiguous' or"):
             gather_seq(x, group, seq_dim=1, order="zigzag")  # type: ignore[arg-type]
+
+    ranks(2).run(on)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "head_tail"])
+def test_a_sequence_without_rows_is_gathered_and_scattered(order: Order) -> None:
+    """Nothing is a multiple of any number of chunks: an empty result, with an empty gradient."""
+
+    def on(rank: int) -> None:
+        for shape, dim in (((2, 0, 3), 1), ((0, 3), 0), ((0, 4, 3), 1), ((2, 4, 0), 1)):
+            x = torch.zeros(shape, requires_grad=True)
+            y = gather_seq(x, dist.group.WORLD, seq_dim=dim, order=order)
+            z = scatter_seq(y, dist.group.WORLD, seq_dim=dim, order=order)
+            assert y.shape[dim] == 2 * x.shape[dim] and z.shape == x.shape
+            z.sum().backward()
+            assert x.grad.shape == x.shape
+
+    ranks(2).run(on)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int16, torch.uint16, torch.uint64, torch.float8_e4m3fn], ids=str
+)
+def test_what_backends_cannot_add_up_is_moved_all_the_same(dtype: torch.dtype) -> None:
+    """Masks, small integers, 8-bit floats: bit for bit, also in parts of unequal size."""
+    P, lengths = 3, (4, 1, 3)
+    whole = (torch.arange(2 * 12 * 3) % 2).view(2, 12, 3).to(dtype)
+
+    def on(rank: int) -> None:
+        group = dist.group.WORLD
+        mine = shard_sequence(whole, (rank, P), seq_dim=1, order="head_tail")
+        y = gather_seq(mine, group, seq_dim=1, order="head_tail")
+        head, tail = split_head_tail(mine, group, seq_dim=1)
+        again = merge_head_tail(head, tail, group, seq_dim=1)
+        start = sum(lengths[:rank])
+        x = whole[:, :8, :, None].expand(2, 8, 3, 2)
+        part = x[:, start : start + lengths[rank]]
+        heads = seq_to_head(part, group, seq_dim=1, head_dim=2, lengths=lengths)
+        for found, expected in ((y, whole), (again, mine), (heads, x[:, :, rank : rank + 1])):
+            assert torch.equal(bits(found), bits(expected))
+
+    def bits(x: torch.Tensor) -> torch.Tensor:
+        return x.contiguous().view(torch.uint8)
+
+    ranks(P).run(on)
+
+
+def test_what_cannot_be_added_up_is_refused_before_it_is_sent() -> None:
+    """A sum of 8-bit floats, of masks, of what is no tensor."""
+
+    def on(rank: int) -> None:
+        for dtype in (torch.float8_e5m2, torch.bool):
+            with pytest.raises(
+                ValueError, match=r"scatter_seq: x \(torch\.\w+\) must be of a dtype"
+            ):
+                scatter_seq(torch.ones(1, 4).to(dtype), dist.group.WORLD, seq_dim=1)
+        for call in (scatter_seq, unshard_sequence, split_head_tail):
+            with pytest.raises(TypeError, match=r"x \(list\) must be a tensor$"):
+                call([torch.ones(1, 4)], dist.group.WORLD, seq_dim=1)
+        with pytest.raises(TypeError, match=r"tail \(NoneType\) must be a tensor$"):
+            merge_head_tail(torch.ones(1, 4), None, dist.group.WORLD, seq_dim=1)
 
     ranks(2).run(on)
 
