@@ -2,8 +2,9 @@
 
 Rounds are interleaved; ``speedup`` is the median over rounds of the reference's time over the
 operator's. On a CPU that is the time of its one thread, which other programs do not stretch as they
-do the time on the wall. A row passes when its results agree with the reference's and it keeps its limits: the
-indexer at 4096 tokens, 8 heads, K 512 has to stay below 0.15 GiB and be 3 times as fast.
+do the time on the wall. A row passes when its results agree with the reference's and it keeps its
+limits: the indexer at 4096 tokens, 8 heads, K 512 has to stay below 0.15 GiB and be 3 times as
+fast.
 
 On a CPU a layer runs on ranks, too: see `dsa_rows.py`.
 """
