@@ -152,11 +152,10 @@ def require_tensor(where: str, name: str, x: Any) -> None:
 
 def require_addable(where: str, x: Tensor) -> None:
     """Refuse a tensor whose sum over the ranks no backend knows, or that none is meant to have."""
-    dtype = x.dtype
-    if dtype == torch.bool or (dtype.is_floating_point and dtype.itemsize == 1):
+    if x.dtype == torch.bool or not _torch.is_known(x.dtype):
         raise fail(
             where,
-            f"x ({dtype}) must be of a dtype that can be added up over the ranks",
+            f"x ({x.dtype}) must be of a dtype that can be added up over the ranks",
             "convert it to a wider one first",
         )
 

@@ -21,6 +21,7 @@ __all__ = [
     "group_device",
     "group_rank",
     "group_size",
+    "is_known",
     "is_plain_gloo",
     "reduce_scatter",
     "sum_over_ranks",
@@ -47,12 +48,14 @@ def group_rank(group: ProcessGroup) -> int:
 _UNKNOWN = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 
 
+def is_known(dtype: torch.dtype) -> bool:
+    """Say whether backends know ``dtype``: neither these integers nor 8-bit floats."""
+    return dtype not in _UNKNOWN and not (dtype.is_floating_point and dtype.itemsize == 1)
+
+
 def _as_bytes(x: Tensor) -> Tensor:
-    # backends know neither these nor 8-bit floats; moving bytes does not need to
-    dtype = x.dtype
-    if dtype in _UNKNOWN or (dtype.is_floating_point and dtype.itemsize == 1):
-        return x.view(torch.uint8)
-    return x
+    # moving bytes does not need to know what they are
+    return x if is_known(x.dtype) else x.view(torch.uint8)
 
 
 def all_to_all(

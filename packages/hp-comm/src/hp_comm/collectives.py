@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -343,6 +344,8 @@ def gather_seq(
     cuts.require_order(where, order)
     parts, shapes = [], []
     for one in xs:
+        if one.requires_grad and torch.is_grad_enabled():
+            cuts.require_addable(where, one)  # as its gradients are
         s = cuts.one_dim(where, one.shape, "seq_dim", seq_dim)
         shape = list(one.shape)
         if order == "head_tail":

@@ -116,7 +116,10 @@ def sum_shares(x: Tensor, group: ProcessGroup) -> Tensor:
     Returns:
         The sum, in the dtype of ``x``. Backward sends nothing.
     """
-    size, _ = cuts.group_of("sum_shares", group)
+    where = "sum_shares"
+    cuts.require_tensor(where, "x", x)
+    cuts.require_addable(where, x)
+    size, _ = cuts.group_of(where, group)
     if size == 1:
         return x
     return cast(Tensor, cast(Any, _SumShares).apply(x, group))

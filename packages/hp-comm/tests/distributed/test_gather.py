@@ -14,6 +14,7 @@ from hp_comm import (
     scatter_seq,
     seq_to_head,
     split_head_tail,
+    sum_shares,
     unshard_sequence,
 )
 from hp_mesh.sequence import Order, shard_sequence
@@ -193,14 +194,23 @@ def test_what_backends_cannot_add_up_is_moved_all_the_same(dtype: torch.dtype) -
 
 
 def test_what_cannot_be_added_up_is_refused_before_it_is_sent() -> None:
-    """A sum of 8-bit floats, of masks, of what is no tensor."""
+    """A sum of 8-bit floats, of masks, of what is no tensor; gradients that would be such a sum."""
 
     def on(rank: int) -> None:
-        for dtype in (torch.float8_e5m2, torch.bool):
+        for dtype in (torch.int16, torch.bool, torch.float8_e5m2):
             with pytest.raises(
                 ValueError, match=r"scatter_seq: x \(torch\.\w+\) must be of a dtype"
             ):
                 scatter_seq(torch.ones(1, 4).to(dtype), dist.group.WORLD, seq_dim=1)
+            with pytest.raises(
+                ValueError, match=r"sum_shares: x \(torch\.\w+\) must be of a dtype"
+            ):
+                sum_shares(torch.ones(2).to(dtype), dist.group.WORLD)
+        trained = torch.ones(1, 4).to(dtype).requires_grad_()
+        with pytest.raises(ValueError, match=r"gather_seq: x \(torch\.float8_e5m2\) must be of a"):
+            gather_seq(trained, dist.group.WORLD, seq_dim=1)
+        with torch.no_grad():
+            assert gather_seq(trained, dist.group.WORLD, seq_dim=1).shape == (1, 8)
         for call in (scatter_seq, unshard_sequence, split_head_tail):
             with pytest.raises(TypeError, match=r"x \(list\) must be a tensor$"):
                 call([torch.ones(1, 4)], dist.group.WORLD, seq_dim=1)

@@ -45,8 +45,8 @@ def check_documents(
     """Require each entry to be -1 or to count a key of its own document or batch row.
 
     On a device, which is waited for, only in the first call of the boundary; what later calls find
-    is raised by the next one (`hp_dsa.late_errors`). Rows of padding hold what they like, as on one
-    device.
+    is raised by the next one (`hp_dsa.late_errors`). Rows of padding may name any key of the whole
+    sequence: what is none at all, `check_indices` has refused before lengths are known.
 
     Args:
         where: The style and the operator, for messages.
