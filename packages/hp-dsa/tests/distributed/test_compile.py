@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
+from torch._dynamo.utils import counters
 
 from hp_mesh.testing import ranks
 
@@ -16,9 +17,11 @@ def _compiled(rank: int, case: Case) -> None:
     layer = Layer(case)
     styles(case)(layer, case.mesh())
     leaves = {n: case.local(x, rank).clone().requires_grad_() for n, x in case.inputs().items()}
+    counters.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # dynamo tells what it does not trace
         outputs = torch.compile(layer, backend="eager")(*leaves.values())
+    assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
     scalar(outputs, {n: case.local(x, rank) for n, x in upstreams(case).items()}).backward()
     check(case, rank, outputs, expected, leaves, grads)
 
