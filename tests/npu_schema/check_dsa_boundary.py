@@ -131,7 +131,6 @@ def numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     # or lengths of one document would be kept as a real tensor, there as well
     monkeypatch.setattr("torch._subclasses.fake_tensor.CONSTANT_NUMEL_LIMIT", 0)
     monkeypatch.setattr("hp_dsa.operands.read_lengths", known(operands.read_lengths))
-    monkeypatch.setattr("hp_dsa.windowed.read_lengths", known(operands.read_lengths))
 
 
 @pytest.fixture(params=[0, 2, P - 1], ids=lambda rank: f"rank{rank}")

@@ -177,7 +177,10 @@ def landing(like: Tensor, cut: Cut, shape: Shape) -> tuple[Tensor, Callable[[], 
 
     def finish() -> list[Tensor]:
         (out,) = unpack(buffer, [parts], [cut.dim], counts, index)
-        return [out.view(shape)]
+        if cut.unit == 1:
+            return [out]
+        whole = out.new_empty(0)  # of its own on that storage: a view may not be written in place
+        return [whole.set_(out.untyped_storage(), 0, shape, out.view(shape).stride())]
 
     return buffer, finish
 

@@ -263,3 +263,19 @@ def test_second_derivatives_cross_the_gather() -> None:
         assert_close(second, 2 * 6 * x, kind="grad")
 
     ranks(2).run(on)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "head_tail"])
+def test_what_was_gathered_may_be_changed_in_place(order: Order) -> None:
+    """Results are tensors of their own, not views that autograd forbids to write."""
+
+    def on(rank: int) -> None:
+        x = randn(2, 4, 3, seed=rank, requires_grad=True)
+        whole, other = gather_seq([x, x], dist.group.WORLD, seq_dim=1, order=order)
+        whole.mul_(2)
+        with torch.no_grad():
+            other.add_(1)
+        (whole.sum() + other.sum()).backward()
+        assert torch.equal(x.grad, torch.full_like(x, 2 * (2.0 + 1.0)))
+
+    ranks(2).run(on)
