@@ -127,7 +127,7 @@ def numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake tensors hold no numbers: lengths are given here, indices are taken as they are."""
     monkeypatch.setattr("hp_dsa.boundary.check_indices", lambda *given: None)
     for module in ("handlers", "windowed"):
-        monkeypatch.setattr(f"hp_dsa.{module}.drop_unseen", lambda indices, *given: indices)
+        monkeypatch.setattr(f"hp_dsa.{module}.check_documents", lambda *given: None)
     # or lengths of one document would be kept as a real tensor, there as well
     monkeypatch.setattr("torch._subclasses.fake_tensor.CONSTANT_NUMEL_LIMIT", 0)
     monkeypatch.setattr("hp_dsa.operands.read_lengths", known(operands.read_lengths))

@@ -149,7 +149,8 @@ def _limits(indices: Tensor, window: KeyWindow, layout: str, block: int) -> Tens
         rows = [b - a for a, b in pairwise((0, *window.query_lengths))]
         ends = [b - a for a, b in pairwise((0, *window.key_lengths))]
         keys = torch.tensor(ends, device=device).repeat_interleave(
-            torch.tensor(rows, device=device)
+            torch.tensor(rows, device=device),
+            output_size=sum(rows),  # or the device would be waited for, to say it
         )
         keys = keys.view(-1, 1, 1)
     return (keys + block - 1) // block
