@@ -16,7 +16,7 @@ from hp_comm import preflight
 from hp_dsa.arguments import Argument
 from hp_dsa.gather import Gathered, Gatherer
 from hp_dsa.gather_cache import open_gathers
-from hp_dsa.indices import check_indices, waits
+from hp_dsa.indices import check_indices, every_call_is_checked, waits
 from hp_dsa.inputs import Inputs, advise, read_inputs
 from hp_dsa.key_refetch import GatheredKeys
 from hp_dsa.late_errors import LateErrors
@@ -198,9 +198,11 @@ class DSABoundary(Boundary[DSACall]):
         )
 
     def _check_indices(self, inputs: Inputs, index: int) -> None:
-        """Check indices before the ranks compare; on a device, which is waited for, once."""
+        """Check indices before ranks compare; on a device, which waits, once or when asked to."""
         indices = inputs.locals.get("topk_indices")
-        if indices is not None and (index == 0 or not waits(indices)):
+        if indices is None:
+            return
+        if index == 0 or not waits(indices) or every_call_is_checked():
             num_keys = inputs.local_keys * self.plan.cp_size
             check_indices(self.where, "topk_indices", indices, num_keys)
 

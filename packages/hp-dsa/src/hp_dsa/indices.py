@@ -8,6 +8,7 @@ refused before that, or it would be taken for one that is not seen.
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,13 @@ from hp_mesh.documents import KeyWindow
 if TYPE_CHECKING:
     from hp_dsa.view import DSAView, Lengths
 
-__all__ = ["check_documents", "check_indices", "drop_unseen", "waits"]
+__all__ = [
+    "check_documents",
+    "check_indices",
+    "drop_unseen",
+    "every_call_is_checked",
+    "waits",
+]
 
 _LEAST = torch.iinfo(torch.int32).min
 
@@ -44,9 +51,10 @@ def check_documents(
 ) -> None:
     """Require each entry to be -1 or to count a key of its own document or batch row.
 
-    On a device, which is waited for, only in the first call of the boundary; what later calls find
-    is raised by the next one (`hp_dsa.late_errors`). Rows of padding may name any key of the whole
-    sequence: what is none at all, `check_indices` has refused before lengths are known.
+    On a device, which is waited for, only in the first call of the boundary, or in each under
+    ``HP_PREFLIGHT=always``; what later calls find is raised by the next one
+    (`hp_dsa.late_errors`). Rows of padding may name any key of the whole sequence: what is none at
+    all, `check_indices` has refused before lengths are known.
 
     Args:
         where: The style and the operator, for messages.
@@ -82,7 +90,7 @@ def check_documents(
     unit = "keys" if block == 1 else f"blocks of {block} keys"
     kind = "row" if batched else "document"
     way_out = "indices count from the start of their own row or document"
-    if view.call_index and waits(indices):
+    if view.call_index and waits(indices) and not every_call_is_checked():
         # a row of padding has no limit that it could pass
         least = torch.where(is_real, -1, _LEAST).to(low.device, non_blocking=True)
         most = torch.where(is_real, limits, -_LEAST).to(low.device, non_blocking=True)
@@ -108,6 +116,11 @@ def check_documents(
 def waits(x: Tensor) -> bool:
     """Whether the host would have to wait to know what ``x`` holds."""
     return x.device.type != "cpu"
+
+
+def every_call_is_checked() -> bool:
+    """Whether ``HP_PREFLIGHT=always`` asks for all that ranks can compare, whatever it costs."""
+    return os.environ.get("HP_PREFLIGHT") == "always"
 
 
 def _check_dtype(where: str, name: str, indices: Tensor) -> None:

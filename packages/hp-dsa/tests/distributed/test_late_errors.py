@@ -67,6 +67,15 @@ def test_the_first_call_tells_itself() -> None:
         assert isinstance(found[1], Tensor)
 
 
+def test_every_call_tells_itself_on_all_ranks_if_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HP_PREFLIGHT=always waits in each call, and ranks compare before anything moves."""
+    monkeypatch.setenv("HP_PREFLIGHT", "always")
+    first, second = ranks(2).run(_calls, [RIGHT, OF_THE_STREAM, RIGHT])
+    assert "sparse_indices (11) must be -1 or below 7, the keys of document 1" in first[1]
+    assert first[1] == second[1]
+    assert_close(first[2], first[0])
+
+
 def test_nothing_that_is_right_is_told() -> None:
     """The last key of a row's document is its own."""
     q, k = (randn(12, n, 5, seed=n) for n in (3, 1))
