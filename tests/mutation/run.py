@@ -200,7 +200,7 @@ def _child(tests: list[str], log: Path) -> None:
         import pytest
 
         code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
-    except BaseException:
+    except BaseException:  # whatever it is, it goes to the log: a fork must not return from here
         traceback.print_exc()
     finally:
         sys.stdout.flush()
