@@ -25,6 +25,7 @@ from hp_mesh._torch import (
     split_axis,
 )
 from hp_mesh.checks import fail, nearest, require, require_divisible, require_positive
+from hp_mesh.exiting import wait_for_gloo_at_exit
 
 __all__ = ["Mesh", "flatten_mesh", "init_device_mesh", "split_cp_mesh"]
 
@@ -142,6 +143,7 @@ def init_device_mesh(
         )
     if device_type == "npu":
         _require_torch_npu()
+    wait_for_gloo_at_exit()
     made = device_mesh.init_device_mesh(
         device_type, shape, mesh_dim_names=names, backend_override=backend_override
     )

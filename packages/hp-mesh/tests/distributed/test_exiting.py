@@ -1,0 +1,71 @@
+"""A process that ends right after a collective ends well."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import hp_mesh.mesh
+import hp_mesh.parallelize
+from hp_mesh import init_device_mesh, parallelize_module
+from hp_mesh.testing import ranks
+
+# The worst case, which happens by chance otherwise: gloo's thread waits for the interpreter until
+# this process ends, because the main thread never gives it up. Forked, so that torch loads once.
+SCRIPT = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from hp_mesh.exiting import wait_for_gloo_at_exit
+
+def child(store, ours):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    if ours:
+        wait_for_gloo_at_exit()
+    sys.setswitchinterval(100)
+    dist.all_gather([torch.ones(1)], torch.ones(1), async_op=True)
+    end = time.perf_counter() + 0.1
+    while time.perf_counter() < end:
+        pass
+    sys.exit(0)
+
+for number in range(3):
+    pid = os.fork()
+    if pid == 0:
+        child(f"{sys.argv[1]}/{number}", sys.argv[2] == "ours")
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+def exit_codes(folder: Path, whose: str) -> list[int]:
+    folder.mkdir()
+    command = [sys.executable, "-c", SCRIPT, str(folder), whose]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    return [int(line) for line in ended.stdout.split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks after torch has loaded")
+def test_gloo_lets_go_before_the_interpreter_ends(tmp_path: Path) -> None:
+    assert exit_codes(tmp_path / "ours", "ours") == [0] * 3
+    # torch alone: when this no longer fails, exiting.py can go
+    assert -signal.SIGABRT in exit_codes(tmp_path / "torch", "torch")
+
+
+def test_whoever_makes_a_mesh_or_applies_a_plan_is_protected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(hp_mesh.mesh, "wait_for_gloo_at_exit", lambda: asked.append("mesh"))
+    monkeypatch.setattr(hp_mesh.parallelize, "wait_for_gloo_at_exit", lambda: asked.append("plan"))
+
+    def attempt(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        parallelize_module(nn.Linear(1, 1), mesh["cp"], {})
+
+    ranks(1).run(attempt)
+    assert asked == ["mesh", "plan"]
