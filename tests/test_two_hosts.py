@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from hp_tune.model import Attention
+from hp_tune.models.model import Attention
 from hp_tune.workload import Config
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks" / "two_hosts"

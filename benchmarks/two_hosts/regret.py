@@ -31,14 +31,14 @@ import regret_report
 from regret_rules import RULES
 from rig import ADDRESSES, DEVICE, TwoHosts, Unavailable
 
-from hp_tune.cluster import Cluster
-from hp_tune.engine import search
+from hp_tune.clusters.cluster import Cluster
 from hp_tune.errors import TuneError
 from hp_tune.measured.measurer import TorchrunMeasurer
 from hp_tune.measured.request import Protocol
 from hp_tune.measured.result import Measured
-from hp_tune.model import Attention, Model
+from hp_tune.models.model import Attention, Model
 from hp_tune.profile.running import Effort, profile
+from hp_tune.searching.engine import search
 from hp_tune.torchrun import Launcher
 from hp_tune.workload import Config, Workload
 

@@ -6,7 +6,7 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from hp_tune.model import Attention
+from hp_tune.models.model import Attention
 from hp_tune.workload import Config
 
 __all__ = ["RULES", "interval", "mean_interval", "regret", "regrets"]

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 from hp_mesh.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from hp_tune.cluster import Cluster
-    from hp_tune.cluster_files import read_cluster
-    from hp_tune.cost import Prediction, predict
-    from hp_tune.engine import Result, search
+    from hp_tune.clusters.cluster import Cluster
+    from hp_tune.clusters.cluster_files import read_cluster
+    from hp_tune.cost.predict import Prediction, predict
     from hp_tune.errors import (
         NoConfigurationError,
         PlanMismatchError,
@@ -24,11 +23,12 @@ if TYPE_CHECKING:
         TuneError,
         UsageError,
     )
-    from hp_tune.explanation import Explanation, explain
-    from hp_tune.hf_config import model_from_config, read_model
-    from hp_tune.model import Attention, Model
-    from hp_tune.plan_file import Entry, PlanFile, load
-    from hp_tune.verify import verify_ranks
+    from hp_tune.explanation.explain import Explanation, explain
+    from hp_tune.models.hf_config import model_from_config, read_model
+    from hp_tune.models.model import Attention, Model
+    from hp_tune.plans.plan_file import Entry, PlanFile, load
+    from hp_tune.plans.verify import verify_ranks
+    from hp_tune.searching.engine import Result, search
     from hp_tune.workload import Config, Workload
 
 __all__ = [
@@ -60,10 +60,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "hp_tune.cluster": ("Cluster",),
-    "hp_tune.cluster_files": ("read_cluster",),
-    "hp_tune.cost": ("Prediction", "predict"),
-    "hp_tune.engine": ("Result", "search"),
+    "hp_tune.clusters.cluster": ("Cluster",),
+    "hp_tune.clusters.cluster_files": ("read_cluster",),
+    "hp_tune.cost.predict": ("Prediction", "predict"),
+    "hp_tune.searching.engine": ("Result", "search"),
     "hp_tune.errors": (
         "NoConfigurationError",
         "PlanMismatchError",
@@ -73,11 +73,11 @@ _HOMES = {
         "TuneError",
         "UsageError",
     ),
-    "hp_tune.explanation": ("Explanation", "explain"),
-    "hp_tune.hf_config": ("model_from_config", "read_model"),
-    "hp_tune.model": ("Attention", "Model"),
-    "hp_tune.plan_file": ("Entry", "PlanFile", "load"),
-    "hp_tune.verify": ("verify_ranks",),
+    "hp_tune.explanation.explain": ("Explanation", "explain"),
+    "hp_tune.models.hf_config": ("model_from_config", "read_model"),
+    "hp_tune.models.model": ("Attention", "Model"),
+    "hp_tune.plans.plan_file": ("Entry", "PlanFile", "load"),
+    "hp_tune.plans.verify": ("verify_ranks",),
     "hp_tune.workload": ("Config", "Workload"),
 }
 

@@ -19,11 +19,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
-from hp_tune.cluster_files import cluster_presets, read_cluster
-from hp_tune.engine import NothingValidError, search
+from hp_tune.clusters.cluster_files import cluster_presets, read_cluster
 from hp_tune.errors import UsageError
 from hp_tune.files import explain_validation, load_json
-from hp_tune.hf_config import read_model
+from hp_tune.models.hf_config import read_model
+from hp_tune.searching.engine import NothingValidError, search
 from hp_tune.workload import Workload
 
 __all__ = ["Acceptance", "Case", "Score", "mean_regret", "read_acceptance", "score"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hp_tune.errors import MissingToolsError, TuneError
-from hp_tune.plan_file import VARIABLE, load
+from hp_tune.plans.plan_file import VARIABLE, load
 
 __all__ = ["Check", "Health", "examine"]
 

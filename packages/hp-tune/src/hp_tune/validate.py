@@ -75,7 +75,7 @@ Said = tuple[str, list[str]]
 
 
 def _model(path: Path) -> Said:
-    from hp_tune.hf_config import read_model
+    from hp_tune.models.hf_config import read_model
 
     found = read_model(path)
     kinds = "; ".join(f"{count} x {layer.describe()}" for layer, count in found.layer_groups)
@@ -85,8 +85,8 @@ def _model(path: Path) -> Said:
 
 
 def _cluster(path: Path) -> Said:
-    from hp_tune.cluster import Curve, Number
-    from hp_tune.cluster_files import read_cluster
+    from hp_tune.clusters.cluster import Curve, Number
+    from hp_tune.clusters.cluster_files import read_cluster
     from hp_tune.files import load_yaml
 
     found = read_cluster(path)
@@ -104,8 +104,8 @@ def _cluster(path: Path) -> Said:
 
 
 def _plan(path: Path) -> Said:
-    from hp_tune.engine import COST_MODEL
-    from hp_tune.plan_file import load
+    from hp_tune.plans.plan_file import load
+    from hp_tune.searching.engine import COST_MODEL
 
     found = load(path)
     entries = "; ".join(
@@ -120,7 +120,7 @@ def _plan(path: Path) -> Said:
 
 
 def _study(path: Path) -> Said:
-    from hp_tune.study import read_study
+    from hp_tune.study.trials import read_study
 
     name, _, trials = read_study(path)
     states = [trial.state.name.lower() for trial in trials]

@@ -11,7 +11,7 @@ import pytest
 from hp_tune.measured.measurer import TorchrunMeasurer
 from hp_tune.measured.request import Protocol
 from hp_tune.measured.result import Measured
-from hp_tune.model import Attention, Model
+from hp_tune.models.model import Attention, Model
 from hp_tune.torchrun import Launcher
 from hp_tune.workload import Config, Workload
 

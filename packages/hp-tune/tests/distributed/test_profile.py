@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hp_tune.cli import main
-from hp_tune.cluster_files import read_cluster
+from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.errors import AllFailedError
 from hp_tune.profile.running import Effort, profile
 from hp_tune.torchrun import Launcher

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hp_tune.pairs import tiled_pairs
+from hp_tune.cost.pairs import tiled_pairs
 from hp_tune.profile.shapes import cp_shapes
 
 START_MS, GBPS, PEAK = 0.5, 2.0, 0.1e12

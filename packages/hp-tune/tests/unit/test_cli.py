@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from hp_tune.cli import main
-from hp_tune.journal import locked
-from hp_tune.study import read_study
+from hp_tune.study.journal import locked
+from hp_tune.study.trials import read_study
 
 QWEN = ["search", "--model", "Qwen2.5-7B", "--cluster", "atlas-800t-a2", "--cp", "8"]
 SEARCH = [*QWEN, "--seq", "64K"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hp_tune.cluster import Cluster, Curve, Number
-from hp_tune.cluster_files import cluster_presets, read_cluster
+from hp_tune.clusters.cluster import Cluster, Curve, Number
+from hp_tune.clusters.cluster_files import cluster_presets, read_cluster
 from hp_tune.errors import UsageError
 
 PRESETS = (

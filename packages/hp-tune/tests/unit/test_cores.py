@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hp_tune.cluster_files import read_cluster
-from hp_tune.cores import finish, stretch, waits_for
+from hp_tune.clusters.cluster_files import read_cluster
+from hp_tune.cost.cores import finish, stretch, waits_for
 from hp_tune.workload import Workload
 
 

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from hp_cp.plan import make_plan
-from hp_tune.cluster import Cluster
-from hp_tune.cluster_files import read_cluster
-from hp_tune.cost import Prediction, predict
-from hp_tune.hf_config import read_model
-from hp_tune.memory import memory_use
-from hp_tune.model import Attention, Model
-from hp_tune.pairs import causal_pairs, work_shares
-from hp_tune.ring import ring_attention
-from hp_tune.term import Term
+from hp_tune.clusters.cluster import Cluster
+from hp_tune.clusters.cluster_files import read_cluster
+from hp_tune.cost.memory import memory_use
+from hp_tune.cost.pairs import causal_pairs, work_shares
+from hp_tune.cost.predict import Prediction, predict
+from hp_tune.cost.ring import ring_attention
+from hp_tune.cost.term import Term
+from hp_tune.models.hf_config import read_model
+from hp_tune.models.model import Attention, Model
 from hp_tune.workload import Config, Workload
 
 MIB = 2**20

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hp_tune.cli import main
-from hp_tune.cluster_files import cluster_presets
-from hp_tune.plan_file import MeasuredTime, PricedConfig, load, seal, write
+from hp_tune.clusters.cluster_files import cluster_presets
+from hp_tune.plans.plan_file import MeasuredTime, PricedConfig, load, seal, write
 
 QWEN = ["--model", "Qwen2.5-7B", "--cluster", "atlas-800t-a2", "--cp", "8", "--seq", "64K"]
 

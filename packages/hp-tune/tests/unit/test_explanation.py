@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from hp_tune.cluster_files import read_cluster
-from hp_tune.cost import predict
-from hp_tune.engine import Result, search
+from hp_tune.clusters.cluster_files import read_cluster
+from hp_tune.cost.predict import predict
 from hp_tune.errors import UsageError
-from hp_tune.explanation import Explanation, explain, find_rival
-from hp_tune.explanation_flips import find_exact_flips
-from hp_tune.explanation_text import explanation_json
-from hp_tune.hf_config import read_model
-from hp_tune.ranking import with_number
-from hp_tune.timeline import timeline_lines
+from hp_tune.explanation.explain import Explanation, explain, find_rival
+from hp_tune.explanation.flips import find_exact_flips
+from hp_tune.explanation.text import explanation_json
+from hp_tune.explanation.timeline import timeline_lines
+from hp_tune.models.hf_config import read_model
+from hp_tune.searching.engine import Result, search
+from hp_tune.searching.ranking import with_number
 from hp_tune.workload import Config, Workload
 
 

@@ -16,8 +16,8 @@ import yaml
 import hp_cp
 import hp_dsa
 from hp_tune.cli import main
-from hp_tune.journal import locked
-from hp_tune.plan_file import load
+from hp_tune.plans.plan_file import load
+from hp_tune.study.journal import locked
 
 QWEN = ["search", "--model", "Qwen2.5-7B", "--cluster", "atlas-800t-a2", "--cp", "8"]
 SEARCH = [*QWEN, "--seq", "64K", "--study", "s.journal"]

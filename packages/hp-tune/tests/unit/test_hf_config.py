@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hp_tune.errors import UsageError
-from hp_tune.hf_config import model_from_config, model_presets, read_model
-from hp_tune.model import Attention, Model
+from hp_tune.models.hf_config import model_from_config, model_presets, read_model
+from hp_tune.models.model import Attention, Model
 
 
 def config(**fields: Any) -> dict[str, Any]:

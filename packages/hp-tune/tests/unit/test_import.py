@@ -23,10 +23,10 @@ from typing import Any
 import pytest
 
 from hp_tune.cli import main
-from hp_tune.cluster_files import read_cluster
+from hp_tune.clusters.cluster_files import read_cluster
+from hp_tune.clusters.network import Group, transfer
 from hp_tune.errors import UsageError
 from hp_tune.importing.overlay import read_log, times_of_log
-from hp_tune.network import Group, transfer
 
 LOGS = Path(__file__).parent / "logs"
 MIB = 2**20

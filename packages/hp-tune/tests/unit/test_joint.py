@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from hp_tune import joint
-from hp_tune.cluster_files import read_cluster
-from hp_tune.engine import search
+from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.errors import UsageError
-from hp_tune.hf_config import read_model
-from hp_tune.joint import MOST_SAMPLED, search_joint
-from hp_tune.restriction import read_restriction
-from hp_tune.result import Result
-from hp_tune.study import read_study
+from hp_tune.models.hf_config import read_model
+from hp_tune.searching import joint
+from hp_tune.searching.engine import search
+from hp_tune.searching.joint import MOST_SAMPLED, search_joint
+from hp_tune.searching.restriction import read_restriction
+from hp_tune.searching.result import Result
+from hp_tune.study.trials import read_study
 from hp_tune.workload import Workload
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from hp_tune.buckets import search_lengths
-from hp_tune.budget import Budget
-from hp_tune.cluster_files import read_cluster
+from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.errors import PlanMismatchError, UsageError
-from hp_tune.hf_config import read_model
-from hp_tune.lengths import MOST_LENGTHS, binned, read_histogram
+from hp_tune.models.hf_config import read_model
+from hp_tune.searching.buckets import search_lengths
+from hp_tune.searching.budget import Budget
+from hp_tune.searching.lengths import MOST_LENGTHS, binned, read_histogram
 from hp_tune.workload import Workload
 
 from ._fake_measurer import FakeMeasurer

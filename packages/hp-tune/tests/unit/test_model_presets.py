@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hp_tune.errors import UsageError
-from hp_tune.hf_config import model_from_config, model_presets, read_model
-from hp_tune.model import Attention
+from hp_tune.models.hf_config import model_from_config, model_presets, read_model
+from hp_tune.models.model import Attention
 
 GOLDEN: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     # name: hidden, layers with MTP, heads, KV heads, head size, v head size, QK-norm

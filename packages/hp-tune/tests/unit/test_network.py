@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from hp_tune.cluster import Cluster, Curve, Number
-from hp_tune.cluster_files import cluster_presets, read_cluster
-from hp_tune.collective_times import CollectiveTimes
-from hp_tune.network import Group, transfer
+from hp_tune.clusters.cluster import Cluster, Curve, Number
+from hp_tune.clusters.cluster_files import cluster_presets, read_cluster
+from hp_tune.clusters.collective_times import CollectiveTimes
+from hp_tune.clusters.network import Group, transfer
 
 GB = 1e9
 

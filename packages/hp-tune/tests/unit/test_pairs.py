@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hp_cp.plan import make_plan
-from hp_tune.model import Attention
-from hp_tune.pairs import document_ends, seen_pairs, tiled_pairs, work_shares
+from hp_tune.cost.pairs import document_ends, seen_pairs, tiled_pairs, work_shares
+from hp_tune.models.model import Attention
 from hp_tune.workload import Workload
 
 

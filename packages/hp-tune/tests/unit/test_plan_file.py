@@ -12,11 +12,11 @@ import pytest
 import hp_cp
 import hp_tune
 from hp_mesh.layout import LAYOUTS
-from hp_tune.cluster_files import read_cluster
-from hp_tune.engine import search
+from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.errors import PlanMismatchError, PlanSchemaError
-from hp_tune.hf_config import read_model
-from hp_tune.plan_file import PlanFile, load, seal, write
+from hp_tune.models.hf_config import read_model
+from hp_tune.plans.plan_file import PlanFile, load, seal, write
+from hp_tune.searching.engine import search
 from hp_tune.workload import Workload
 
 

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 
 from hp_cp.plan import make_plan
 from hp_mesh.checks import divisors
-from hp_tune.cluster import Cluster
-from hp_tune.cluster_files import read_cluster
-from hp_tune.cost import predict
+from hp_tune.clusters.cluster import Cluster
+from hp_tune.clusters.cluster_files import read_cluster
+from hp_tune.clusters.network import Group, transfer
+from hp_tune.cost.predict import predict
 from hp_tune.errors import UsageError
-from hp_tune.hf_config import read_model
-from hp_tune.network import Group, transfer
+from hp_tune.models.hf_config import read_model
 from hp_tune.profile.fitting import fit
 from hp_tune.profile.overlay import describe
 from hp_tune.profile.running import profile
 from hp_tune.profile.shapes import Shape, cp_shapes, groups_of, message_sizes
 from hp_tune.profile.smooth import ascending
 from hp_tune.profile.writing import write_cluster
-from hp_tune.space import enumerate_space
+from hp_tune.searching.space import enumerate_space
 from hp_tune.torchrun import Launcher
 from hp_tune.workload import Config, Workload
 

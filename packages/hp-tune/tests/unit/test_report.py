@@ -12,14 +12,14 @@ from xml.etree import ElementTree
 import pytest
 
 from hp_tune.cli import main
-from hp_tune.cluster_files import read_cluster
-from hp_tune.engine import search
-from hp_tune.explanation import Explanation, explain
-from hp_tune.hf_config import read_model
+from hp_tune.clusters.cluster_files import read_cluster
+from hp_tune.explanation.explain import Explanation, explain
+from hp_tune.models.hf_config import read_model
 from hp_tune.report.charts import front, length_lines, short_length, stacked_bars
 from hp_tune.report.lengths import AtLength, default_lengths, search_lengths
 from hp_tune.report.page import CONTENTS, report_html
 from hp_tune.report.svg import ticks
+from hp_tune.searching.engine import search
 from hp_tune.workload import Workload
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}

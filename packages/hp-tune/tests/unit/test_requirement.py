@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from hp_tune.cluster_files import read_cluster
-from hp_tune.engine import search
+from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.errors import UsageError
-from hp_tune.hf_config import read_model
-from hp_tune.ranking import Ranked
-from hp_tune.requirement import NAMES, read_requirement
+from hp_tune.models.hf_config import read_model
+from hp_tune.searching.engine import search
+from hp_tune.searching.ranking import Ranked
+from hp_tune.searching.requirement import NAMES, read_requirement
 from hp_tune.workload import Workload
 
 

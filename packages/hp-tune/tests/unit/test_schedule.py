@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hp_tune.schedule import Slot, Task, schedule
+from hp_tune.cost.schedule import Slot, Task, schedule
 
 
 def length(slots: list[Slot]) -> float:

@@ -10,19 +10,24 @@ from typing import Any
 import pytest
 from optuna.trial import TrialState
 
-from hp_tune.budget import Budget
-from hp_tune.cluster import Cluster
-from hp_tune.cluster_files import read_cluster
-from hp_tune.engine import search
+from hp_tune.clusters.cluster import Cluster
+from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.errors import AllFailedError, BudgetError, StudyError
-from hp_tune.hf_config import read_model
 from hp_tune.measured.result import Measured
-from hp_tune.model import Model
-from hp_tune.plan_file import load, write
-from hp_tune.records import measured_from, measured_to
-from hp_tune.requirement import read_requirement
-from hp_tune.result import NothingMeasuredError, NothingValidError, OutOfBudgetError, Result
-from hp_tune.study import read_study
+from hp_tune.models.hf_config import read_model
+from hp_tune.models.model import Model
+from hp_tune.plans.plan_file import load, write
+from hp_tune.searching.budget import Budget
+from hp_tune.searching.engine import search
+from hp_tune.searching.requirement import read_requirement
+from hp_tune.searching.result import (
+    NothingMeasuredError,
+    NothingValidError,
+    OutOfBudgetError,
+    Result,
+)
+from hp_tune.study.records import measured_from, measured_to
+from hp_tune.study.trials import read_study
 from hp_tune.workload import Config, Workload
 
 from ._fake_measurer import FakeMeasurer

@@ -10,14 +10,20 @@ from typing import Any
 import pytest
 
 from hp_cp.plan import Plan, make_plan
-from hp_tune.cluster_files import read_cluster
-from hp_tune.engine import NothingValidError, Result, search
+from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.errors import UsageError
-from hp_tune.hf_config import read_model
-from hp_tune.model import Attention, Model
-from hp_tune.ranking import assumed_numbers, ends_of, priced_again, six_digits, with_number
-from hp_tune.restriction import read_restriction
-from hp_tune.space import Rejection, async_available, check, enumerate_space
+from hp_tune.models.hf_config import read_model
+from hp_tune.models.model import Attention, Model
+from hp_tune.searching.engine import NothingValidError, Result, search
+from hp_tune.searching.ranking import (
+    assumed_numbers,
+    ends_of,
+    priced_again,
+    six_digits,
+    with_number,
+)
+from hp_tune.searching.restriction import read_restriction
+from hp_tune.searching.space import Rejection, async_available, check, enumerate_space
 from hp_tune.workload import Config, Workload
 
 
@@ -78,14 +84,14 @@ def test_async_joins_the_space_when_its_file_exists(
     """Asked by looking for a file: nothing of hp_cp's styles, and no torch, is imported."""
     spec = ModuleSpec("hp_cp", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
-    monkeypatch.setattr("hp_tune.space.find_spec", lambda _: spec)
+    monkeypatch.setattr("hp_tune.searching.space.find_spec", lambda _: spec)
 
     assert not async_available()
     assert not any(p.overlap for p in enumerate_space(4)[0])
     (tmp_path / "async_style.py").touch()
     assert async_available()
     assert any(p.overlap for p in enumerate_space(4)[0])
-    monkeypatch.setattr("hp_tune.space.find_spec", lambda _: None)
+    monkeypatch.setattr("hp_tune.searching.space.find_spec", lambda _: None)
     assert not async_available()
     assert importlib.util.find_spec("hp_cp") is not None
 

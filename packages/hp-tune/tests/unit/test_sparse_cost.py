@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from hp_dsa.plan import make_plan
-from hp_tune.cluster_files import read_cluster
-from hp_tune.cost import Prediction, predict
-from hp_tune.engine import search
+from hp_tune.clusters.cluster_files import read_cluster
+from hp_tune.clusters.network import Group, transfer
+from hp_tune.cost.memory import memory_use
+from hp_tune.cost.predict import Prediction, predict
 from hp_tune.errors import PlanMismatchError
-from hp_tune.hf_config import read_model
-from hp_tune.memory import memory_use
-from hp_tune.model import Model
-from hp_tune.network import Group, transfer
-from hp_tune.plan_file import Entry
-from hp_tune.space import Rejection, check
+from hp_tune.models.hf_config import read_model
+from hp_tune.models.model import Model
+from hp_tune.plans.plan_file import Entry
+from hp_tune.searching.engine import search
+from hp_tune.searching.space import Rejection, check
 from hp_tune.workload import Config, Workload
 
 U1 = Config(ulysses_degree=1)

@@ -13,12 +13,12 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from hp_tune.cluster_files import read_cluster
-from hp_tune.engine import Result, search
+from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.errors import StudyError
-from hp_tune.hf_config import read_model
-from hp_tune.journal import locked, repair_tail
-from hp_tune.study import read_study
+from hp_tune.models.hf_config import read_model
+from hp_tune.searching.engine import Result, search
+from hp_tune.study.journal import locked, repair_tail
+from hp_tune.study.trials import read_study
 from hp_tune.workload import Workload
 
 

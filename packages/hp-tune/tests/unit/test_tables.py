@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from hp_tune.tables import PLAIN_WIDTH, Table, new_console, new_table
+from hp_tune.printing.tables import PLAIN_WIDTH, Table, new_console, new_table
 
 
 def filled(width: int) -> Table:

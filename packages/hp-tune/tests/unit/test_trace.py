@@ -10,11 +10,11 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from hp_tune.cluster_files import read_cluster
-from hp_tune.cost import Prediction, predict
+from hp_tune.clusters.cluster_files import read_cluster
+from hp_tune.cost.predict import Prediction, predict
 from hp_tune.errors import UsageError
-from hp_tune.hf_config import read_model
-from hp_tune.trace import write_trace
+from hp_tune.explanation.trace import write_trace
+from hp_tune.models.hf_config import read_model
 from hp_tune.workload import Config, Workload
 
 

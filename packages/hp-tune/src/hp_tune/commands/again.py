@@ -22,7 +22,7 @@ from hp_tune.commands.options import (
 from hp_tune.errors import UsageError
 
 if TYPE_CHECKING:
-    from hp_tune.engine import Result
+    from hp_tune.searching.engine import Result
 
 __all__ = ["progress_bar", "result_asked_for", "search_options"]
 
@@ -89,8 +89,8 @@ def _search_names() -> set[str]:
 
 
 def _of_plan(path: Path, options: dict[str, Any], given: list[str]) -> Result:
-    from hp_tune.explanation_source import result_of_plan
-    from hp_tune.plan_file import load
+    from hp_tune.explanation.source import result_of_plan
+    from hp_tune.plans.plan_file import load
 
     if not path.is_file():
         raise UsageError(
@@ -109,10 +109,10 @@ def _of_plan(path: Path, options: dict[str, Any], given: list[str]) -> Result:
 
 
 def _of_search(options: dict[str, Any]) -> Result:
-    from hp_tune import render
-    from hp_tune.cluster_files import read_cluster
-    from hp_tune.engine import NothingValidError, search
-    from hp_tune.hf_config import read_model
+    from hp_tune.clusters.cluster_files import read_cluster
+    from hp_tune.models.hf_config import read_model
+    from hp_tune.printing import render
+    from hp_tune.searching.engine import NothingValidError, search
 
     model = read_model(options["model"])
     workload = read_workload(model, options, _length(options), read_documents(options))

@@ -22,7 +22,7 @@ def doctor(folder: Path, as_json: bool) -> None:
     What is absent is no error: an analytic search needs neither torch nor a device.
     """
     from hp_tune.doctor import examine
-    from hp_tune.tables import new_console, new_table, print_json
+    from hp_tune.printing.tables import new_console, new_table, print_json
 
     checks = examine(folder)
     wrong = [check for check in checks if check.health == "wrong"]

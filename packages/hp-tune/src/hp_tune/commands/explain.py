@@ -28,10 +28,10 @@ def explain(plan: Path | None, **options: Any) -> None:
     missing would win. The search of a plan is made again from its model and cluster, which must be
     those that it was made with.
     """
-    from hp_tune.explanation import explain, find_rival
-    from hp_tune.explanation_text import explanation_json, explanation_text
-    from hp_tune.tables import print_json
-    from hp_tune.trace import write_trace
+    from hp_tune.explanation.explain import explain, find_rival
+    from hp_tune.explanation.text import explanation_json, explanation_text
+    from hp_tune.explanation.trace import write_trace
+    from hp_tune.printing.tables import print_json
 
     result = result_asked_for(plan, options)
     with progress_bar("looking for flips") as step:

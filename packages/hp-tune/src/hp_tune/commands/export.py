@@ -41,9 +41,9 @@ def export(plan: Path, kind: str, seq: int | None, out: Path | None, as_json: bo
 
 
 def _of_plan(path: Path, kind: str, seq: int | None, as_json: bool) -> str:
-    from hp_tune.explanation_source import entry_for
-    from hp_tune.export import export_plan
-    from hp_tune.plan_file import load
+    from hp_tune.explanation.source import entry_for
+    from hp_tune.plans.export import export_plan
+    from hp_tune.plans.plan_file import load
 
     found = load(path)
     entries = found.entries if seq is None else (entry_for(found, seq),)
@@ -51,8 +51,8 @@ def _of_plan(path: Path, kind: str, seq: int | None, as_json: bool) -> str:
 
 
 def _of_study(path: Path, kind: str) -> str:
-    from hp_tune.export import study_csv
-    from hp_tune.study import read_study
+    from hp_tune.plans.export import study_csv
+    from hp_tune.study.trials import read_study
 
     if kind != "csv":
         raise UsageError(f"--format {kind} must have a plan, and {path} is a study", "use csv")

@@ -10,7 +10,7 @@ import click
 from hp_tune.commands.options import count_option, json_option
 
 if TYPE_CHECKING:
-    from hp_tune.collective_times import Kind
+    from hp_tune.clusters.collective_times import Kind
 
 __all__ = ["import_"]
 
@@ -45,7 +45,7 @@ def import_(
     LOGS are the outputs of alltoall_perf, all_gather_perf, reduce_scatter_perf and sendrecv_perf,
     or of hccl_test's alltoall_test, all_gather_test and reduce_scatter_test: one file per run.
     """
-    from hp_tune.cluster_files import read_cluster
+    from hp_tune.clusters.cluster_files import read_cluster
     from hp_tune.importing.overlay import describe_logs, read_log
     from hp_tune.profile.show import show
     from hp_tune.profile.writing import as_said_in, write_cluster

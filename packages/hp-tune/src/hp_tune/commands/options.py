@@ -13,9 +13,9 @@ from hp_tune.errors import UsageError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hp_tune.model import Model
-    from hp_tune.requirement import Requirement
-    from hp_tune.restriction import Restriction
+    from hp_tune.models.model import Model
+    from hp_tune.searching.requirement import Requirement
+    from hp_tune.searching.restriction import Restriction
     from hp_tune.workload import Layout, Workload
 
 __all__ = [
@@ -121,7 +121,7 @@ def read_workload(
 
 def read_documents(options: dict[str, Any]) -> tuple[tuple[int, float], ...] | None:
     """Return the histogram of packed documents that ``--documents`` names, or None."""
-    from hp_tune.lengths import read_histogram
+    from hp_tune.searching.lengths import read_histogram
 
     path: Path | None = options["documents"]
     return None if path is None else tuple(read_histogram(path, "--documents"))
@@ -129,7 +129,7 @@ def read_documents(options: dict[str, Any]) -> tuple[tuple[int, float], ...] | N
 
 def read_only(options: dict[str, Any]) -> Restriction | None:
     """Return the part of the space that ``--space`` names, or None."""
-    from hp_tune.restriction import read_restriction
+    from hp_tune.searching.restriction import read_restriction
 
     words = " ".join(options["restrict"])
     return read_restriction(words, options["cp"]) if words else None
@@ -137,7 +137,7 @@ def read_only(options: dict[str, Any]) -> Restriction | None:
 
 def read_require(options: dict[str, Any]) -> Requirement | None:
     """Return what ``--require`` asks for, or None."""
-    from hp_tune.requirement import read_requirement
+    from hp_tune.searching.requirement import read_requirement
 
     return read_requirement(options["require"]) if options["require"] else None
 

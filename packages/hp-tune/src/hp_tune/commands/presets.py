@@ -15,9 +15,9 @@ __all__ = ["presets"]
 @json_option()
 def presets(name: str | None, as_json: bool) -> None:
     """List models and clusters, or show one of them with the source of each number."""
-    from hp_tune import render
-    from hp_tune.cluster_files import cluster_presets, read_cluster
-    from hp_tune.hf_config import model_presets, read_model
+    from hp_tune.clusters.cluster_files import cluster_presets, read_cluster
+    from hp_tune.models.hf_config import model_presets, read_model
+    from hp_tune.printing import render
 
     if name is None:
         models = [read_model(known) for known in model_presets()]

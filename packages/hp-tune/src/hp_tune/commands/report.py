@@ -29,10 +29,10 @@ def report(plan: Path | None, **options: Any) -> None:
     It has the ranking, time against sequence length, bytes, memory, the front of time and memory,
     both streams, every rejection and the source of every number. It needs no network and no script.
     """
-    from hp_tune.explanation import explain
+    from hp_tune.explanation.explain import explain
+    from hp_tune.printing.tables import print_json
     from hp_tune.report.lengths import default_lengths, search_lengths
     from hp_tune.report.page import report_html
-    from hp_tune.tables import print_json
 
     result = result_asked_for(plan, options)
     lengths = default_lengths(result)

@@ -24,10 +24,10 @@ from hp_tune.commands.options import (
 from hp_tune.measured.options import measuring_options
 
 if TYPE_CHECKING:
-    from hp_tune.cluster import Cluster
-    from hp_tune.engine import Settings
+    from hp_tune.clusters.cluster import Cluster
     from hp_tune.measured.result import Measurer
-    from hp_tune.model import Model
+    from hp_tune.models.model import Model
+    from hp_tune.searching.engine import Settings
     from hp_tune.workload import Workload
 
 __all__ = ["search"]
@@ -95,12 +95,12 @@ __all__ = ["search"]
 @json_option("Print the result as one JSON object.")
 def search(**options: Any) -> None:
     """Rank every configuration for a model on a cluster, and write the best as a plan."""
-    from hp_tune import render_search
-    from hp_tune.buckets import search_lengths
-    from hp_tune.budget import Budget
-    from hp_tune.cluster_files import read_cluster
-    from hp_tune.hf_config import read_model
-    from hp_tune.plan_file import write
+    from hp_tune.clusters.cluster_files import read_cluster
+    from hp_tune.models.hf_config import read_model
+    from hp_tune.plans.plan_file import write
+    from hp_tune.printing import render_search
+    from hp_tune.searching.buckets import search_lengths
+    from hp_tune.searching.budget import Budget
 
     model, cluster = read_model(options["model"]), read_cluster(options["cluster"])
     lengths = _lengths(options)
@@ -127,7 +127,7 @@ def search(**options: Any) -> None:
 
 def _lengths(options: dict[str, Any]) -> list[tuple[int, float]]:
     from hp_tune.errors import UsageError
-    from hp_tune.lengths import binned, read_histogram
+    from hp_tune.searching.lengths import binned, read_histogram
 
     listed, path = options["seq"], options["seq_hist"]
     if (listed is None) == (path is None):
@@ -138,8 +138,8 @@ def _lengths(options: dict[str, Any]) -> list[tuple[int, float]]:
 
 
 def _settings(options: dict[str, Any]) -> Settings:
-    from hp_tune.engine import Settings
     from hp_tune.errors import UsageError
+    from hp_tune.searching.engine import Settings
 
     if options["storage"] is not None and options["study"] is not None:
         raise UsageError("--study and --storage must not both be given", "name one place")
@@ -174,8 +174,8 @@ def _study_path(
     model: Model, cluster: Cluster, options: dict[str, Any], several: bool, workload: Workload
 ) -> Path:
     """Return the Journal file of a length: the named one, or one whose name says the search."""
-    from hp_tune.engine import COST_MODEL
     from hp_tune.files import sha256
+    from hp_tune.searching.engine import COST_MODEL
 
     named: Path | None = options["study"]
     if named is not None:

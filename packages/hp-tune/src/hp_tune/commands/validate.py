@@ -36,7 +36,7 @@ def validate(files: tuple[Path, ...], against: Path | None, as_json: bool) -> No
 
 
 def _check(files: tuple[Path, ...], as_json: bool) -> None:
-    from hp_tune.tables import new_console, new_table, print_json
+    from hp_tune.printing.tables import new_console, new_table, print_json
     from hp_tune.validate import check_file, verdict_json
 
     verdicts = [check_file(path) for path in files]
@@ -63,7 +63,7 @@ def _check(files: tuple[Path, ...], as_json: bool) -> None:
 def _score(path: Path, as_json: bool) -> None:
     from hp_tune.acceptance import mean_regret, read_acceptance, score
     from hp_tune.commands.again import progress_bar
-    from hp_tune.tables import new_console, new_table, print_json
+    from hp_tune.printing.tables import new_console, new_table, print_json
 
     accepted = read_acceptance(path)
     scores = []

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hp_tune.collective_times import Kind
+from hp_tune.clusters.collective_times import Kind
 from hp_tune.errors import UsageError
 
 __all__ = ["Log", "Row", "find_kind", "number", "wrong"]

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hp_tune.cluster import Cluster, Tier
-from hp_tune.collective_times import CollectiveTimes, Kind
+from hp_tune.clusters.cluster import Cluster, Tier
+from hp_tune.clusters.collective_times import CollectiveTimes, Kind
 from hp_tune.errors import UsageError
 from hp_tune.importing.hccl import is_hccl, read_hccl
 from hp_tune.importing.log import Log, wrong

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hp_tune.errors import StudyError
-from hp_tune.journal import locked, repair_tail
 from hp_tune.kernels.space import Space, label
 from hp_tune.kernels.verdict import Verdict
-from hp_tune.study import open_study
+from hp_tune.study.journal import locked, repair_tail
+from hp_tune.study.trials import open_study
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ from hp_tune.errors import UsageError
 from hp_tune.measured.outcome import failure, measured
 from hp_tune.measured.request import JobRequest, Protocol, layer_shapes, style_call
 from hp_tune.measured.result import Measured
-from hp_tune.model import Model
+from hp_tune.models.model import Model
 from hp_tune.torchrun import Job, Launcher
 from hp_tune.workload import Config, Workload
 

@@ -10,7 +10,7 @@ import click
 
 if TYPE_CHECKING:
     from hp_tune.measured.measurer import TorchrunMeasurer
-    from hp_tune.model import Model
+    from hp_tune.models.model import Model
     from hp_tune.workload import Workload
 
 __all__ = ["measurer_from", "measuring_options"]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from hp_tune.model import Attention, Model
+    from hp_tune.models.model import Attention, Model
     from hp_tune.workload import Config, Layout, Workload
 
 __all__ = ["JobRequest", "LayerShape", "Protocol", "StyleCall", "layer_shapes", "style_call"]
@@ -174,7 +174,7 @@ def style_call(config: Config, workload: Workload) -> StyleCall:
 
 
 def _styles(config: Config, layout: str, package: str) -> dict[str, NamedStyle]:
-    from hp_tune.plan_file import Entry
+    from hp_tune.plans.plan_file import Entry
 
     # of an entry only what its styles follow from: it has no numbers yet
     entry = Entry.model_construct(

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from hp_cp.plan import Plan, make_plan
 from hp_mesh.mesh import init_device_mesh
-from hp_tune.layer_cost import crossings
+from hp_tune.cost.layer import crossings
 from hp_tune.measured.layers import Cut, Step, make_layer, make_parts
 from hp_tune.measured.request import JobRequest, LayerShape, style_call
 from hp_tune.profile.timing import Clock, Piece
-from hp_tune.space import enumerate_space
+from hp_tune.searching.space import enumerate_space
 from hp_tune.workload import Config, Workload
 
 __all__ = ["measure_host"]

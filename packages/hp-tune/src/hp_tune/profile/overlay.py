@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from math import log
 from typing import Any
 
-from hp_tune.cluster import Cluster, Tier
-from hp_tune.collective_times import CollectiveTimes
-from hp_tune.pairs import tiled_pairs
+from hp_tune.clusters.cluster import Cluster, Tier
+from hp_tune.clusters.collective_times import CollectiveTimes
+from hp_tune.cost.pairs import tiled_pairs
 from hp_tune.profile.fitting import fit
 from hp_tune.profile.smooth import ascending
 

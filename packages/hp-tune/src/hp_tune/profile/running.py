@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hp_tune.cluster import Cluster
-from hp_tune.cluster_files import read_cluster
+from hp_tune.clusters.cluster import Cluster
+from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.errors import AllFailedError, UsageError
 from hp_tune.profile.overlay import describe
 from hp_tune.profile.writing import as_said_in, write_cluster

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hp_mesh.checks import divisors
-from hp_tune.collective_times import Kind
+from hp_tune.clusters.collective_times import Kind
 
 __all__ = ["Shape", "cp_shapes", "groups_of", "message_sizes"]
 

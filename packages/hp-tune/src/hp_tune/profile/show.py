@@ -11,9 +11,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from hp_tune.cluster import Cluster
-from hp_tune.collective_times import CollectiveTimes
-from hp_tune.cores import stretch
+from hp_tune.clusters.cluster import Cluster
+from hp_tune.clusters.collective_times import CollectiveTimes
+from hp_tune.cost.cores import stretch
 
 __all__ = ["show"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hp_tune.cluster import Cluster
-from hp_tune.cluster_files import read_cluster
+from hp_tune.clusters.cluster import Cluster
+from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.errors import UsageError
 from hp_tune.files import yaml_scalar
 
@@ -19,7 +19,7 @@ def write_cluster(content: Mapping[str, Any], path: Path, *, heading: str) -> Cl
     """Write a description, read it as everybody will, and only then put it in its place.
 
     Args:
-        content: As `hp_tune.cluster_files.read_cluster` takes it.
+        content: As `hp_tune.clusters.cluster_files.read_cluster` takes it.
         path: Of the YAML file.
         heading: A comment on top.
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from hp_tune.cost import Timeline
+from hp_tune.cost.predict import Timeline
+from hp_tune.cost.schedule import Slot
 from hp_tune.report.svg import (
     CHARACTER,
     color,
@@ -19,7 +20,6 @@ from hp_tune.report.svg import (
     text,
     ticks,
 )
-from hp_tune.schedule import Slot
 
 __all__ = ["front", "lanes", "length_lines", "pareto", "stacked_bars"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hp_tune.engine import NothingValidError, Result, search
+from hp_tune.searching.engine import NothingValidError, Result, search
 
 __all__ = ["AtLength", "default_lengths", "search_lengths"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from importlib.metadata import PackageNotFoundError, version
 
-from hp_tune.cluster import Curve, Number
-from hp_tune.engine import COST_MODEL
-from hp_tune.explanation import Explanation
+from hp_tune.clusters.cluster import Curve, Number
+from hp_tune.explanation.explain import Explanation
 from hp_tune.report import html
+from hp_tune.searching.engine import COST_MODEL
 
 __all__ = ["numbers_table", "provenance_table"]
 

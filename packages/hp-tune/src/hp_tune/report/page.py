@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
-from hp_tune.explanation import Explanation
-from hp_tune.memory import GIB
+from hp_tune.cost.memory import GIB
+from hp_tune.cost.term import Term
+from hp_tune.explanation.explain import Explanation
+from hp_tune.printing.tables import milliseconds
 from hp_tune.report import charts, html, sections
 from hp_tune.report.lengths import AtLength
 from hp_tune.report.numbers import numbers_table, provenance_table
 from hp_tune.report.sections import label_of
-from hp_tune.tables import milliseconds
-from hp_tune.term import Term
 
 __all__ = ["report_html"]
 

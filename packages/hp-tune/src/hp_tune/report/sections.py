@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hp_tune.explanation import Explanation, layers_of, link_rate
-from hp_tune.memory import GIB
-from hp_tune.ranking import Ranked
+from hp_tune.cost.memory import GIB
+from hp_tune.explanation.explain import Explanation, layers_of, link_rate
 from hp_tune.report import charts, html
+from hp_tune.searching.ranking import Ranked
 
 __all__ = [
     "flips",

@@ -1,0 +1,123 @@
+"""How many (query, key) pairs each rank computes: the work of attention, and its imbalance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+from hp_cp.plan import Plan
+from hp_mesh.window import Range
+from hp_tune.models.model import Attention
+from hp_tune.workload import Workload
+
+__all__ = ["causal_pairs", "document_ends", "seen_pairs", "tiled_pairs", "work_shares"]
+
+
+def causal_pairs(start: int, stop: int, window: int | None = None) -> int:
+    """Return how many (query, key) pairs the query rows ``[start, stop)`` see.
+
+    A row sees itself and all earlier ones, or only the last ``window`` of these.
+    """
+
+    def below(rows: int) -> int:  # pairs of the first rows
+        full = rows if window is None else min(rows, window)
+        return full * (full + 1) // 2 + (rows - full) * (window or 0)
+
+    return below(stop) - below(start)
+
+
+def tiled_pairs(rows: int, tile: int) -> int:
+    """Return the pairs that a causal kernel computes of ``rows`` on as many keys.
+
+    A row takes its own key and all before it, up to the end of the tile of keys::
+
+        tile 2, 5 rows    x x . . .
+                          x x . . .
+                          x x x x .
+                          x x x x .
+                          x x x x x
+    """
+    whole, rest = divmod(rows, tile)
+    return tile * tile * whole * (whole + 1) // 2 + rest * rows
+
+
+@lru_cache(maxsize=64)
+def document_ends(seq_len: int, documents: tuple[tuple[int, float], ...]) -> tuple[int, ...]:
+    """Return the ends of documents that fill ``seq_len`` tokens, lengths mixed as in a histogram.
+
+    Each next document is of the length that is furthest behind its share, so that the mix is even
+    from the first token to the last. The last one is cut where the sequence ends.
+    """
+    total = sum(weight for _, weight in documents)
+    placed = [0] * len(documents)
+    ends: list[int] = []
+    at = 0
+    while at < seq_len:
+        count = len(ends) + 1
+        behind = [
+            weight / total * count - done
+            for (_, weight), done in zip(documents, placed, strict=True)
+        ]
+        index = max(range(len(documents)), key=behind.__getitem__)
+        placed[index] += 1
+        at = min(seq_len, at + documents[index][0])
+        ends.append(at)
+    return tuple(ends)
+
+
+def seen_pairs(
+    rows: Range,
+    layer: Attention,
+    workload: Workload,
+    *,
+    window: int | None = None,
+    tile: int = 1,
+) -> int:
+    """Return the pairs that the kernel computes for ``rows``; ``window`` replaces the layer's.
+
+    A kernel that does not skip masked blocks computes all of them. One that skips leaves out whole
+    tiles of keys, counted from the first of ``rows``: all keys before it are seen by every row.
+    """
+    start, stop = rows
+    S = workload.seq_len
+    if not workload.skips_masked:
+        return (stop - start) * S
+    ends: Sequence[int] = (S,)
+    if workload.documents is not None:
+        ends = document_ends(S, workload.documents)
+    limit = window if window is not None else layer.window
+    if layer.kind == "chunked" and layer.window:
+        chunks = range(layer.window, S, layer.window)
+        ends, limit = sorted({*ends, *chunks, S}), None
+    pairs = 0
+    for first, end in zip((0, *ends), ends, strict=False):
+        a, b = max(first, start), min(end, stop)
+        if a >= b:
+            continue
+        if workload.causal and limit is None:
+            pairs += (b - a) * (a - first) + tiled_pairs(b - a, tile)
+        elif workload.causal:
+            pairs += causal_pairs(a - first, b - first, limit)
+        else:
+            pairs += (b - a) * (end - first)
+    return pairs
+
+
+def work_shares(plan: Plan, layer: Attention, workload: Workload, tile: int = 1) -> list[int]:
+    """Return the (query, key) pairs of each Colossal index, read from the plan's rows.
+
+    ``tile`` is that of the kernel, see `seen_pairs`.
+    """
+    return [
+        _all(
+            ((rows.query_start, rows.query_end) for rows in plan.rows(rank, workload.seq_len)),
+            layer,
+            workload,
+            tile,
+        )
+        for rank in range(0, plan.cp_size, plan.ulysses_degree)
+    ]
+
+
+def _all(ranges: Iterable[Range], layer: Attention, workload: Workload, tile: int) -> int:
+    return sum(seen_pairs(rows, layer, workload, tile=tile) for rows in ranges)

@@ -1,0 +1,1 @@
+"""Why a search chose what it chose."""

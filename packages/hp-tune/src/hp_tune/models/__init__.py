@@ -1,0 +1,1 @@
+"""What the tuner knows of a model."""

@@ -1,0 +1,1 @@
+"""What a search leaves for a training script."""

@@ -1,0 +1,1 @@
+"""From a space of configurations to the best of them."""

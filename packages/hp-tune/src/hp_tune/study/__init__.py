@@ -1,0 +1,1 @@
+"""The Optuna study that a search keeps, for any number of workers."""
