@@ -10,6 +10,8 @@ import pytest
 
 # ranks share the cores; set before torch is imported, so that a bare `pytest` behaves as nox does
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# what is printed is as wide as where nobody looks; a shell may export this, and pytest-xdist does
+os.environ.pop("COLUMNS", None)
 
 
 def _npu_here() -> bool:

@@ -106,8 +106,12 @@ def bench_regret(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """Run the tests of all packages and those that span packages; arguments go to pytest."""
-    args = ("-m", "pytest", "--durations=10", *session.posargs)
+    """Run the tests of all packages and those that span packages; arguments go to pytest.
+
+    Side by side, since ranks wait for each other much of the time; ``-n 0`` runs one at a time.
+    """
+    side_by_side = ("--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal")
+    args = ("-m", "pytest", *side_by_side, "--durations=10", *session.posargs)
     session.run(workspace(session), *args, external=True, env=RANKS_ENV)
 
 
