@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
-import hp_mesh._torch
+import hp_mesh._torch.gradients
 from hp_comm import traffic
 from hp_cp import AsyncContextParallel, ContextParallel, init_device_mesh, make_plan
 from hp_cp.async_boundary import AsyncBoundary
@@ -133,13 +133,13 @@ def mended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._subclasses.fake_tensor.CONSTANT_NUMEL_LIMIT", 64)
     monkeypatch.setattr("hp_cp.unwrap.dropout_seed", lambda block: mix(7, *block))
     monkeypatch.setattr("hp_mesh.handoff.Launched.is_unchanged", lambda self, x: True)
-    offset = hp_mesh._torch.shard_offset
+    offset = hp_mesh._torch.gradients.shard_offset
 
     def real(*args: Any) -> Any:
         with unset_fake_temporarily():
             return offset(*args)
 
-    monkeypatch.setattr("hp_mesh._torch.shard_offset", real)
+    monkeypatch.setattr("hp_mesh._torch.gradients.shard_offset", real)
 
 
 @pytest.fixture(params=range(P), ids=lambda rank: f"rank{rank}")

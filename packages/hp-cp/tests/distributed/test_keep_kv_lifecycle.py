@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hp_cp import attention_window
 from hp_cp.kv_refetch import GatheredKV
-from hp_mesh._autograd import top_saved_tensor_hooks
+from hp_mesh._torch import top_saved_tensor_hooks
 from hp_mesh.testing import assert_close, count_collectives, randn, ranks
 
 from ._compare import Case, compare, reference

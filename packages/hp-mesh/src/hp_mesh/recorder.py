@@ -16,8 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_mesh import _autograd
-from hp_mesh._torch import in_backward
+from hp_mesh._torch import (
+    allows_saved_tensor_hooks,
+    in_backward,
+    keeps_graph,
+    push_saved_tensor_hooks,
+    remove_saved_tensor_hooks,
+    top_saved_tensor_hooks,
+    without_overrides,
+)
 from hp_mesh.refetch import Note, Refetch, Saved
 from hp_mesh.view import View
 
@@ -31,12 +38,12 @@ def may_forget() -> bool:
     others on saved tensors (checkpointing frees it anyway, offloading moves it): torch calls the
     innermost pair only, so theirs would be bypassed.
     """
-    while (top := _autograd.top_saved_tensor_hooks()) is not None:
+    while (top := top_saved_tensor_hooks()) is not None:
         owner = getattr(top[0], "__self__", None)
         if not isinstance(owner, Recorder) or owner.is_live():
             return False
         owner.close()  # a KeyboardInterrupt has left it behind
-    return torch.is_grad_enabled() and not in_backward() and _autograd.allows_saved_tensor_hooks()
+    return torch.is_grad_enabled() and not in_backward() and allows_saved_tensor_hooks()
 
 
 def _unpack(saved: Saved | Note) -> Tensor:
@@ -57,7 +64,7 @@ class _Launcher:
         gathered = self._gathered or self._weak()
         if gathered is not None:
             gathered.launch()
-        if not _autograd.keeps_graph():
+        if not keeps_graph():
             self._gathered = None
 
 
@@ -76,7 +83,7 @@ class Recorder:
 
     def open(self) -> None:
         """Be asked from here on about what is saved."""
-        _autograd.push_saved_tensor_hooks(self._pack, _unpack)
+        push_saved_tensor_hooks(self._pack, _unpack)
 
     def watch(self, gathered: Refetch, witnesses: Sequence[Sequence[Tensor]]) -> None:
         """Take notes of ``gathered``, which the module is handed next.
@@ -87,7 +94,7 @@ class Recorder:
                 module sees of it (a DTensor counts its versions by itself).
         """
         self._parts.append(gathered)
-        with _autograd.without_overrides():
+        with without_overrides():
             self._witnesses = [tuple(Saved.of(x) for x in one) for one in witnesses]
 
     def is_live(self) -> bool:
@@ -99,7 +106,7 @@ class Recorder:
         if self._view is not None:
             self._view = None
             self._parts, self._witnesses = [], []
-            _autograd.remove_saved_tensor_hooks(self._pack)
+            remove_saved_tensor_hooks(self._pack)
 
     def launch_with(self, output: Any) -> None:
         """Let backward gather the last part again when it reaches ``output``."""
@@ -112,7 +119,7 @@ class Recorder:
             _launch_at(output, self._parts[-2])
 
     def _pack(self, x: Tensor) -> Saved | Note:
-        with _autograd.without_overrides():
+        with without_overrides():
             if threading.get_ident() == self._thread and not self.is_live():
                 self.close()
             return self._note(x) or Saved.of(x)

@@ -28,8 +28,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hp_mesh import _autograd
-from hp_mesh._torch import WeakStorage, local_shard
+from hp_mesh._torch import (
+    WeakStorage,
+    at_end_of_backward,
+    backward_id,
+    dtensor_of,
+    local_shard,
+    spec_of,
+)
 from hp_mesh.handoff import Waitable
 from hp_mesh.views import Geometry
 
@@ -80,7 +86,7 @@ class Note:
         """Return the same view of the tensor that was gathered again."""
         whole, view = self.source.whole(self.which), self.view
         local = torch.as_strided(whole, view.size, view.stride, view.offset)
-        return local if self.spec is None else _autograd.dtensor_of(local, self.spec)
+        return local if self.spec is None else dtensor_of(local, self.spec)
 
 
 class _Copy:
@@ -158,7 +164,7 @@ class Refetch(ABC):
         """Return what ``x`` shows of the gathered tensors; None if it is something else."""
         local, spec = x, None
         if isinstance(x, DTensor):
-            local, spec = local_shard(x), _autograd.spec_of(x)
+            local, spec = local_shard(x), spec_of(x)
         if type(local) is not Tensor or local.is_conj() or local.is_neg():
             return None
         for which, storage in enumerate(self._storages):
@@ -169,13 +175,13 @@ class Refetch(ABC):
     def launch(self) -> None:
         """Start the gather for the backward that runs, unless it has been."""
         with self._lock:
-            if _autograd.backward_id() not in self._copies:
-                self._copies[_autograd.backward_id()] = self._start(self.overlap)
+            if backward_id() not in self._copies:
+                self._copies[backward_id()] = self._start(self.overlap)
                 self._end_with_backward()
 
     def whole(self, which: int) -> Tensor:
         """Return tensor number ``which``, gathered for the backward that runs."""
-        backward = _autograd.backward_id()
+        backward = backward_id()
         if backward == -1:
             raise RuntimeError(
                 f"{self.where}: {self.names[which]} saved with {self.option}=False must be read by "
@@ -196,7 +202,7 @@ class Refetch(ABC):
     def consumed(self, node: int) -> None:
         """Let go of the copy if ``node`` was the last to complete a gradient of it."""
         with self._lock:
-            copy = self._copies.get(_autograd.backward_id())
+            copy = self._copies.get(backward_id())
             if copy is not None:
                 copy.pending.discard(node)
                 if not copy.pending:
@@ -224,14 +230,14 @@ class Refetch(ABC):
         return whole
 
     def _end_with_backward(self) -> None:
-        backward = _autograd.backward_id()
+        backward = backward_id()
 
         def end() -> None:
             copy = self._copies.pop(backward, None)
             if copy is not None:
                 copy.drop()
 
-        _autograd.at_end_of_backward(end)
+        at_end_of_backward(end)
 
 
 def _consumed(source: weakref.ref[Refetch], node: int, _: object) -> None:

@@ -1,14 +1,23 @@
-"""Door to torch's private names for saved tensors and for the backward that runs right now."""
+"""Autograd: the hooks on tensors that are saved for backward, and the backward that runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "allows_saved_tensor_hooks",
+    "at_end_of_backward",
+    "backward_id",
+    "in_backward",
+    "keeps_graph",
+    "push_saved_tensor_hooks",
+    "remove_saved_tensor_hooks",
+    "top_saved_tensor_hooks",
+]
 
 _hooks: Any = torch._C._autograd
 
@@ -44,15 +53,14 @@ def remove_saved_tensor_hooks(pack: Pack) -> None:
         push_saved_tensor_hooks(*pair)
 
 
-def without_overrides() -> AbstractContextManager[Any]:
-    """Return a context in which no function mode or subclass sees torch functions."""
-    context: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
-    return context
-
-
 def backward_id() -> int:
     """Return the number of the backward that runs in this thread, or -1."""
     return torch._C._current_graph_task_id()
+
+
+def in_backward() -> bool:
+    """Whether autograd runs in this thread: a forward pass seen there is a recomputation."""
+    return backward_id() != -1
 
 
 def keeps_graph() -> bool:
@@ -64,13 +72,3 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` once the backward that runs has ended; not if it fails."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
-
-
-def spec_of(tensor: DTensor) -> Any:
-    """Return what a DTensor is, all but its data."""
-    return tensor._spec
-
-
-def dtensor_of(local: Tensor, spec: Any) -> DTensor:
-    """Return the DTensor of ``spec`` with other data, outside autograd."""
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
