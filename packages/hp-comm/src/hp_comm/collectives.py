@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_comm import _cuts as cuts
+from hp_comm import arguments, cuts
 from hp_comm.autograd import launch, run
 from hp_comm.handle import Handle
 from hp_comm.kernels.arithmetic import HeadWork, prepare
@@ -43,7 +43,7 @@ Work = HeadWork | Sequence[HeadWork | None] | None
 
 def _listed(where: str, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
     xs = [x] if isinstance(x, Tensor) else list(x)
-    cuts.require_tensors(where, xs)
+    arguments.require_tensors(where, xs)
     return xs
 
 
@@ -159,8 +159,8 @@ def seq_to_head(
     """
     where = "seq_to_head"
     xs = _listed(where, x)
-    size, rank = cuts.group_of(where, group)
-    tables = cuts.head_tables(where, len(xs), heads, single=isinstance(x, Tensor))
+    size, rank = arguments.group_of(where, group)
+    tables = arguments.head_tables(where, len(xs), heads, single=isinstance(x, Tensor))
     shapes = tuple(one.shape for one in xs)
     cut = cuts.sequence_to_heads(
         where, shapes, seq_dim, head_dim, tables, _hashable(lengths), size, rank, dense
@@ -251,8 +251,8 @@ def head_to_seq(
     """
     where = "head_to_seq"
     xs = _listed(where, x)
-    size, rank = cuts.group_of(where, group)
-    tables = cuts.head_tables(where, len(xs), heads, single=isinstance(x, Tensor))
+    size, rank = arguments.group_of(where, group)
+    tables = arguments.head_tables(where, len(xs), heads, single=isinstance(x, Tensor))
     shapes = tuple(one.shape for one in xs)
     cut = cuts.heads_to_sequence(
         where, shapes, seq_dim, head_dim, tables, _hashable(lengths), size, rank
@@ -340,13 +340,13 @@ def gather_seq(
     """
     where = "gather_seq"
     xs = _listed(where, x)
-    size, rank = cuts.group_of(where, group)
-    cuts.require_order(where, order)
+    size, rank = arguments.group_of(where, group)
+    arguments.require_order(where, order)
     parts, shapes = [], []
     for one in xs:
         if one.requires_grad and torch.is_grad_enabled():
-            cuts.require_addable(where, one)  # as its gradients are
-        s = cuts.one_dim(where, one.shape, "seq_dim", seq_dim)
+            arguments.require_addable(where, one)  # as its gradients are
+        s = arguments.one_dim(where, one.shape, "seq_dim", seq_dim)
         shape = list(one.shape)
         if order == "head_tail":
             require_divisible(where, f"local length (dim {s} of x)", shape[s], "2", 2)

@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_comm import _cuts as cuts
-from hp_comm import _torch
+from hp_comm import _torch, arguments
 from hp_comm.autograd import launch, run
 from hp_comm.counters import record
 from hp_comm.failures import Naming
@@ -216,9 +215,9 @@ def fetch_rows(
     where = "fetch_rows"
     single = isinstance(x, Tensor)
     xs = [x] if isinstance(x, Tensor) else list(x)
-    cuts.require_tensors(where, xs)
-    size, rank = cuts.group_of(where, group)
-    dims = tuple(cuts.one_dim(where, one.shape, "seq_dim", seq_dim) for one in xs)
+    arguments.require_tensors(where, xs)
+    size, rank = arguments.group_of(where, group)
+    dims = tuple(arguments.one_dim(where, one.shape, "seq_dim", seq_dim) for one in xs)
     lengths = {one.shape[dim] for one, dim in zip(xs, dims, strict=True)}
     require(
         len(lengths) == 1,

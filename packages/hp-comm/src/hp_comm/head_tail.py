@@ -22,7 +22,7 @@ from typing import Literal, cast, overload
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_comm import _cuts as cuts
+from hp_comm import arguments
 from hp_comm.autograd import launch, run
 from hp_comm.handle import Handle
 from hp_comm.kernels.ops import pack
@@ -57,8 +57,8 @@ def exchange_head_tail(
         same swap.
     """
     where = "exchange_head_tail"
-    cuts.require_tensor(where, "x", x)
-    size, rank = cuts.group_of(where, group)
+    arguments.require_tensor(where, "x", x)
+    size, rank = arguments.group_of(where, group)
     mirror = mirror_rank(rank, size)
     if mirror == rank:
         return Handle.ready(where, x) if async_op else x
@@ -84,8 +84,8 @@ def split_head_tail(
         rank, dense; a view where nothing is traded. Backward is `merge_head_tail`.
     """
     where = "split_head_tail"
-    cuts.require_tensor(where, "x", x)
-    dim = cuts.one_dim(where, x.shape, "seq_dim", seq_dim)
+    arguments.require_tensor(where, "x", x)
+    dim = arguments.one_dim(where, x.shape, "seq_dim", seq_dim)
     require_divisible(where, f"local length (dim {dim} of x)", x.shape[dim], "2", 2)
     return cast(
         tuple[Tensor, Tensor], run(Split(where, group, dim, _peer(where, group, trade)), [x])
@@ -108,9 +108,9 @@ def merge_head_tail(
         ``[B, S/P, H, D]``, dense. Backward is `split_head_tail`.
     """
     where = "merge_head_tail"
-    cuts.require_tensor(where, "head", head)
-    cuts.require_tensor(where, "tail", tail)
-    dim = cuts.one_dim(where, head.shape, "seq_dim", seq_dim)
+    arguments.require_tensor(where, "head", head)
+    arguments.require_tensor(where, "tail", tail)
+    dim = arguments.one_dim(where, head.shape, "seq_dim", seq_dim)
     require(
         head.shape == tail.shape and head.dtype == tail.dtype,
         where,
@@ -122,7 +122,7 @@ def merge_head_tail(
 
 def _peer(where: str, group: ProcessGroup, trade: bool) -> int | None:
     """Return the rank to trade with, or None."""
-    size, rank = cuts.group_of(where, group)
+    size, rank = arguments.group_of(where, group)
     mirror = mirror_rank(rank, size)
     return mirror if trade and mirror != rank else None
 

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_comm import _cuts as cuts
-from hp_comm import _torch
+from hp_comm import _torch, arguments, cuts
 from hp_comm.autograd import run
 from hp_comm.counters import record
 from hp_comm.failures import Naming
@@ -46,11 +45,11 @@ def scatter_seq(
         ``[B, S/P, H, D]``, summed in the dtype of ``x``.
     """
     where = "scatter_seq"
-    cuts.require_tensor(where, "x", x)
-    cuts.require_addable(where, x)
-    size, _ = cuts.group_of(where, group)
-    dim = cuts.one_dim(where, x.shape, "seq_dim", seq_dim)
-    cuts.require_order(where, order)
+    arguments.require_tensor(where, "x", x)
+    arguments.require_addable(where, x)
+    size, _ = arguments.group_of(where, group)
+    dim = arguments.one_dim(where, x.shape, "seq_dim", seq_dim)
+    arguments.require_order(where, order)
     if order == "head_tail":
         cut = cuts.chunks_of_ranks(where, x.shape[dim], dim, None, size)
     else:
@@ -75,12 +74,12 @@ def scatter_seq_given(
         A handle of ``[S/P, B, H, D]`` each, summed in the dtype of the tensor.
     """
     where = "scatter_seq_given"
-    size, _ = cuts.group_of(where, group)
+    size, _ = arguments.group_of(where, group)
     given = [x.detach() for x in xs]
     if size == 1:
         return Handle.ready(where, tuple(given))
     shapes = tuple(tuple(x.shape) for x in given)
-    dims = [cuts.one_dim(where, shape, "seq_dim", seq_dim) for shape in shapes]
+    dims = [arguments.one_dim(where, shape, "seq_dim", seq_dim) for shape in shapes]
     parts = tuple(
         cuts.rows_to_ranks(where, x.shape, dim, None, size)
         for x, dim in zip(given, dims, strict=True)
@@ -117,9 +116,9 @@ def sum_shares(x: Tensor, group: ProcessGroup) -> Tensor:
         The sum, in the dtype of ``x``. Backward sends nothing.
     """
     where = "sum_shares"
-    cuts.require_tensor(where, "x", x)
-    cuts.require_addable(where, x)
-    size, _ = cuts.group_of(where, group)
+    arguments.require_tensor(where, "x", x)
+    arguments.require_addable(where, x)
+    size, _ = arguments.group_of(where, group)
     if size == 1:
         return x
     return cast(Tensor, cast(Any, _SumShares).apply(x, group))

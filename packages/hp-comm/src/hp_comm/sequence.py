@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_comm import _cuts as cuts
-from hp_comm import _torch
+from hp_comm import _torch, arguments, cuts
 from hp_comm.collectives import gather_seq
 from hp_comm.counters import record
 from hp_comm.failures import Naming
@@ -51,12 +50,12 @@ def unshard_sequence(
         ``[.., S, ..]``, the same on all ranks.
     """
     where = "unshard_sequence"
-    cuts.require_tensor(where, "x", x)
-    size, rank = cuts.group_of(where, group)
-    dim = cuts.one_dim(where, x.shape, "seq_dim", seq_dim)
-    cuts.require_order(where, order)
+    arguments.require_tensor(where, "x", x)
+    size, rank = arguments.group_of(where, group)
+    dim = arguments.one_dim(where, x.shape, "seq_dim", seq_dim)
+    arguments.require_order(where, order)
     if order == "head_tail":
-        cuts.require_no_lengths(where, lengths)
+        arguments.require_no_lengths(where, lengths)
         require_divisible(where, f"local length (dim {dim} of x)", x.shape[dim], "2", 2)
     part = cuts.lengths_of_ranks(where, x.shape, dim, lengths, size, rank)
     total = sum(part.counts)
@@ -89,7 +88,7 @@ def count_tokens(weights: Tensor | Iterable[Tensor], group: ProcessGroup) -> Ten
         Scalar, the same on all ranks, int64 for masks; for `global_loss`'s ``total``.
     """
     parts = [weights] if isinstance(weights, Tensor) else list(weights)
-    cuts.require_tensors("count_tokens", parts)
+    arguments.require_tensors("count_tokens", parts)
     total = torch.stack([_weight_sum(part) for part in parts]).sum()
     return _summed("count_tokens", total, group)
 
@@ -167,7 +166,7 @@ def global_loss(
         more without ``total``; backward sends nothing.
     """
     where = "global_loss"
-    size, _ = cuts.group_of(where, group)
+    size, _ = arguments.group_of(where, group)
     if gradient_divisor is None:
         gradient_divisor = size
     require(

@@ -1,4 +1,4 @@
-"""From a caller's arguments to cuts, or to the error that says what is wrong with them."""
+"""How an exchange cuts what it sends and joins what it receives, from a caller's arguments."""
 
 from __future__ import annotations
 
@@ -10,27 +10,19 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from hp_comm import _torch
+from hp_comm.arguments import per_rank, read_table, require_no_lengths, two_dims
 from hp_comm.moves import Cut, Shape
-from hp_mesh.checks import fail, require, require_divisible
+from hp_mesh.checks import require, require_divisible
 from hp_mesh.window import head_tail_chunks
 
 __all__ = [
     "Cuts",
     "chunks_of_ranks",
-    "group_of",
-    "head_tables",
     "heads_to_sequence",
     "lengths_of_ranks",
-    "one_dim",
     "put_back",
-    "require_addable",
-    "require_no_lengths",
-    "require_order",
-    "require_tensor",
-    "require_tensors",
+    "rows_to_ranks",
     "sequence_to_heads",
     "take",
 ]
@@ -131,76 +123,6 @@ def _with(shape: Shape, dim: int, length: int) -> Shape:
     return (*shape[:dim], length, *shape[dim + 1 :])
 
 
-def require_tensors(where: str, xs: Sequence[Any]) -> None:
-    """Refuse an empty call and what is not a tensor."""
-    require(bool(xs), where, "x (empty sequence) must hold at least one tensor")
-    for one in xs:
-        if not isinstance(one, Tensor):
-            raise TypeError(
-                f"{where}: x ({type(one).__name__}) must be a tensor or a sequence of them"
-            )
-    if len({one.device for one in xs}) > 1:
-        devices = sorted({str(one.device) for one in xs})
-        raise fail(where, f"x (on {', '.join(devices)}) must be on one device")
-
-
-def require_tensor(where: str, name: str, x: Any) -> None:
-    """Refuse what is not one tensor."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{where}: {name} ({type(x).__name__}) must be a tensor")
-
-
-def require_addable(where: str, x: Tensor) -> None:
-    """Refuse a tensor whose sum over the ranks no backend knows, or that none is meant to have."""
-    if x.dtype == torch.bool or not _torch.is_known(x.dtype):
-        raise fail(
-            where,
-            f"x ({x.dtype}) must be of a dtype that can be added up over the ranks",
-            "convert it to a wider one first",
-        )
-
-
-def group_of(where: str, group: ProcessGroup) -> tuple[int, int]:
-    """Return size and own rank of a group that this rank is in."""
-    rank = _torch.group_rank(group)
-    require(rank >= 0, where, f"group ({group}) must contain this rank")
-    return _torch.group_size(group), rank
-
-
-def one_dim(where: str, shape: Shape, name: str, dim: int) -> int:
-    """Return ``dim`` of x, of ``shape``, counted from the front."""
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise fail(where, f"{name} ({dim!r}) must be an integer")
-    n = len(shape)
-    require(-n <= dim < n, where, f"{name} ({dim}) must be a dim of x ({tuple(shape)})")
-    return dim % n
-
-
-def two_dims(where: str, shape: Shape, seq_dim: int, head_dim: int) -> tuple[int, int]:
-    """Return both dims counted from the front; they must differ."""
-    s, h = one_dim(where, shape, "seq_dim", seq_dim), one_dim(where, shape, "head_dim", head_dim)
-    require(
-        s != h,
-        where,
-        f"seq_dim ({seq_dim}) must not be the same dim as head_dim ({head_dim}) of x "
-        f"({tuple(shape)})",
-    )
-    return s, h
-
-
-def _numbers(where: str, name: str, values: Any, size: int) -> tuple[int, ...]:
-    numbers = tuple(values)
-    require(
-        len(numbers) == size,
-        where,
-        f"{name} ({len(numbers)} entries) must have one entry per rank of the group ({size})",
-    )
-    for n in numbers:
-        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-            raise fail(where, f"{name} ({n!r}) must hold integers of at least 0")
-    return numbers
-
-
 def lengths_of_ranks(
     where: str, shape: Shape, dim: int, lengths: Sequence[int] | None, size: int, rank: int
 ) -> Cut:
@@ -208,19 +130,13 @@ def lengths_of_ranks(
     local = shape[dim]
     if lengths is None:
         return Cut(dim, (local,) * size)
-    counts = _numbers(where, "lengths", lengths, size)
+    counts = per_rank(where, "lengths", lengths, size)
     require(
         counts[rank] == local,
         where,
         f"lengths[{rank}] ({counts[rank]}) must be this rank's length on dim {dim} of x ({local})",
     )
     return Cut(dim, counts)
-
-
-def require_order(where: str, order: str) -> None:
-    """Refuse an order of data that there is not."""
-    if order not in ("contiguous", "head_tail"):
-        raise fail(where, f"order ({order!r}) must be 'contiguous' or 'head_tail'")
 
 
 def chunks_of_ranks(
@@ -232,16 +148,6 @@ def chunks_of_ranks(
     if not length:  # no rows: no chunk has a size
         return Cut(dim, (0,) * size)
     return Cut(dim, (2,) * size, head_tail_chunks(size), length // (2 * size))
-
-
-def require_no_lengths(where: str, lengths: Sequence[int] | None) -> None:
-    """Refuse lengths of shards that are pairs of equal chunks."""
-    if lengths is not None:
-        raise fail(
-            where,
-            f"lengths ({lengths!r}) must be None with order='head_tail', whose chunks are equal",
-            "pad the sequence to a multiple of 2P, or use order='contiguous'",
-        )
 
 
 def rows_to_ranks(
@@ -258,7 +164,7 @@ def rows_to_ranks(
             "pass lengths= for unequal shards",
         )
         return Cut(dim, (whole // size,) * size)
-    counts = _numbers(where, "lengths", lengths, size)
+    counts = per_rank(where, "lengths", lengths, size)
     require(
         sum(counts) == whole,
         where,
@@ -266,45 +172,6 @@ def rows_to_ranks(
         f"not to {sum(counts)}",
     )
     return Cut(dim, counts)
-
-
-def head_tables(
-    where: str, count: int, heads: Any, *, single: bool
-) -> Sequence[Sequence[Sequence[int]] | None]:
-    """Return one table, or None, for each of ``count`` tensors."""
-    if heads is None:
-        return (None,) * count
-    if single:
-        return (heads,)
-    tables = tuple(heads)
-    require(
-        len(tables) == count,
-        where,
-        f"heads ({len(tables)} tables) must have one table, or None, per tensor of x ({count})",
-    )
-    return tables
-
-
-def _read_table(
-    where: str, table: Sequence[Sequence[int]], size: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    rows = list(table)
-    require(
-        len(rows) == size,
-        where,
-        f"heads ({len(rows)} entries) must have one entry per rank of the group ({size})",
-    )
-    for row in rows:
-        if not isinstance(row, Sequence):
-            raise fail(
-                where,
-                f"heads ({row!r}) must list, per rank, the positions on the head dim",
-                "for several tensors: one such table per tensor",
-            )
-        for position in row:
-            if isinstance(position, bool) or not isinstance(position, int):
-                raise fail(where, f"heads ({position!r}) must hold integers")
-    return tuple(len(row) for row in rows), tuple(h for row in rows for h in row)
 
 
 def _named(dim: int, counts: tuple[int, ...], index: tuple[int, ...]) -> Cut:
@@ -326,7 +193,7 @@ def heads_to_ranks(
             "pass heads= to say which rank gets which, or check seq_dim and head_dim",
         )
         return Cut(dim, (num_heads // size,) * size)
-    counts, index = _read_table(where, table, size)
+    counts, index = read_table(where, table, size)
     for position in index:
         require(
             0 <= position < num_heads,
@@ -345,7 +212,7 @@ def heads_of_ranks(
     local = shape[dim]
     if table is None:
         return Cut(dim, (local,) * size)
-    counts, index = _read_table(where, table, size)
+    counts, index = read_table(where, table, size)
     require(
         counts[rank] == local,
         where,
