@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hp_dsa.ops.dispatch import Gradients
+from hp_dsa.ops.contract import Gradients, LossInputs
 from hp_dsa.ops.rows import Lengths, Rows
 from hp_dsa.ops.split import Part, query_parts
 from hp_mesh.checks import fail
@@ -123,44 +123,25 @@ def sparse_flash_attention(
     return out, maximum.detach(), total.detach()
 
 
-def sparse_kl_loss(
-    query: Tensor,
-    key: Tensor,
-    query_index: Tensor,
-    key_index: Tensor,
-    weights: Tensor,
-    sparse_indices: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    scale_value: float,
-    rows: Rows,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    gradients: bool,
-) -> Gradients:
+def sparse_kl_loss(given: LossInputs, sparse_indices: Tensor, gradients: bool) -> Gradients:
     """Call ``npu_sparse_lightning_indexer_grad_kl_loss``, for 8192 queries at a time."""
-    _require_loss(rows, query, query_index, key_index, weights, key)
-    _require(rows, "K", sparse_indices.shape[-1], _LOSS_COUNTS, "1024, 2048, ... 8192 keys")
+    _require_loss(given)
+    _require(given.rows, "K", sparse_indices.shape[-1], _LOSS_COUNTS, "1024, 2048, ... 8192 keys")
 
     def call(part: Part) -> Sequence[Tensor]:
         return cast(
             Sequence[Tensor],
             _torch_npu().npu_sparse_lightning_indexer_grad_kl_loss(
-                part.queries(query).contiguous(),
-                part.keys(key).contiguous(),
-                part.queries(query_index).contiguous(),
-                part.keys(key_index).contiguous(),
-                part.queries(weights).contiguous(),
+                *_operands(part, given),
                 part.queries(sparse_indices).int().contiguous(),
-                part.queries(softmax_max, heads_first=True).contiguous(),
-                part.queries(softmax_sum, heads_first=True).contiguous(),
-                scale_value,
-                **_rope(part, query_rope, key_rope),
+                *_statistics(part, given.softmax_max, given.softmax_sum),
+                given.scale,
+                **_rope(part, given),
                 **_options(part.rows),
             ),
         )
 
-    return _added(rows, (query_index, key_index, weights), call, gradients)
+    return _added(given, call, gradients)
 
 
 def dense_softmax_lse(
@@ -186,44 +167,26 @@ def dense_softmax_lse(
 
 
 def dense_kl_loss(
-    query: Tensor,
-    key: Tensor,
-    query_index: Tensor,
-    key_index: Tensor,
-    weights: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    softmax_max_index: Tensor,
-    softmax_sum_index: Tensor,
-    scale_value: float,
-    rows: Rows,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
+    given: LossInputs,
+    index_statistics: tuple[Tensor, Tensor],
     gradients: bool,
 ) -> Gradients:
     """Call ``npu_dense_lightning_indexer_grad_kl_loss``, for 8192 queries at a time."""
-    _require_loss(rows, query, query_index, key_index, weights, key)
+    _require_loss(given)
 
     def call(part: Part) -> Sequence[Tensor]:
         return cast(
             Sequence[Tensor],
             _torch_npu().npu_dense_lightning_indexer_grad_kl_loss(
-                part.queries(query).contiguous(),
-                part.keys(key).contiguous(),
-                part.queries(query_index).contiguous(),
-                part.keys(key_index).contiguous(),
-                part.queries(weights).contiguous(),
-                *(
-                    part.queries(x, heads_first=True).contiguous()
-                    for x in (softmax_max, softmax_sum, softmax_max_index, softmax_sum_index)
-                ),
-                scale_value,
-                **_rope(part, query_rope, key_rope),
+                *_operands(part, given),
+                *_statistics(part, given.softmax_max, given.softmax_sum, *index_statistics),
+                given.scale,
+                **_rope(part, given),
                 **_options(part.rows),
             ),
         )
 
-    return _added(rows, (query_index, key_index, weights), call, gradients)
+    return _added(given, call, gradients)
 
 
 def _torch_npu() -> Any:
@@ -260,12 +223,27 @@ def _listed(lengths: Lengths | None) -> list[int] | None:
     return [int(n) for n in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
 
 
-def _rope(part: Part, query_rope: Tensor | None, key_rope: Tensor | None) -> dict[str, Any]:
-    if query_rope is None or key_rope is None:
+def _operands(part: Part, given: LossInputs) -> tuple[Tensor, ...]:
+    """Return what both losses take first, in their order."""
+    return (
+        part.queries(given.query).contiguous(),
+        part.keys(given.key).contiguous(),
+        part.queries(given.query_index).contiguous(),
+        part.keys(given.key_index).contiguous(),
+        part.queries(given.weights).contiguous(),
+    )
+
+
+def _statistics(part: Part, *statistics: Tensor) -> tuple[Tensor, ...]:
+    return tuple(part.queries(x, heads_first=True).contiguous() for x in statistics)
+
+
+def _rope(part: Part, given: LossInputs) -> dict[str, Any]:
+    if given.query_rope is None or given.key_rope is None:
         return {}
     return {
-        "query_rope": part.queries(query_rope).contiguous(),
-        "key_rope": part.keys(key_rope).contiguous(),
+        "query_rope": part.queries(given.query_rope).contiguous(),
+        "key_rope": part.keys(given.key_rope).contiguous(),
     }
 
 
@@ -275,12 +253,10 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _added(
-    rows: Rows,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    call: Callable[[Part], Sequence[Tensor]],
-    gradients: bool,
+    given: LossInputs, call: Callable[[Part], Sequence[Tensor]], gradients: bool
 ) -> Gradients:
     """Add up the parts of a loss: rows' gradients beside each other, keys' in float32."""
+    rows, inputs = given.rows, given.of_index
     parts = query_parts(rows, _LOSS_QUERIES)
     if rows.num_queries <= _LOSS_QUERIES:
         *found, loss = call(next(parts))
@@ -318,15 +294,13 @@ def _require_dtype(rows: Rows, **tensors: Tensor) -> None:
             )
 
 
-def _require_loss(
-    rows: Rows, query: Tensor, query_index: Tensor, key_index: Tensor, weights: Tensor, key: Tensor
-) -> None:
+def _require_loss(given: LossInputs) -> None:
     """Require what the two losses have in common."""
-    _require_dtype(
-        rows, query=query, key=key, query_index=query_index, key_index=key_index, weights=weights
-    )
-    _require(rows, "N1", query.shape[-2], (32, 64, 128), "32, 64 or 128 heads")
-    _require_index(rows, query_index)
+    rows = given.rows
+    names = ("query", "key", "query_index", "key_index", "weights")
+    _require_dtype(rows, **{name: getattr(given, name) for name in names})
+    _require(rows, "N1", given.query.shape[-2], (32, 64, 128), "32, 64 or 128 heads")
+    _require_index(rows, given.query_index)
 
 
 def _require_index(rows: Rows, query_index: Tensor) -> None:

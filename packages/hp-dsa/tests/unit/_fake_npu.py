@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hp_dsa.ops import tiled
+from hp_dsa.ops.contract import LossInputs
 from hp_dsa.ops.rows import Rows
 
 MAX = (1 << 63) - 1
@@ -66,10 +67,11 @@ class Npu(ModuleType):
     ):  # fmt: skip
         self._take("sparse loss", locals(), list)
         rows = rows_of(query, key, layout, sparse_mode, actual_seq_qlen, actual_seq_klen)
-        return tiled.sparse_kl_loss(
-            query, key, query_index, key_index, weights, sparse_indices, softmax_max, softmax_sum,
-            scale_value, rows, query_rope, key_rope, True,
+        given = LossInputs(
+            query, key, query_index, key_index, weights, softmax_max, softmax_sum, scale_value,
+            rows, query_rope, key_rope,
         )  # fmt: skip
+        return tiled.sparse_kl_loss(given, sparse_indices, True)
 
     def npu_dense_lightning_indexer_softmax_lse(
         self, query_index, key_index, weights, *, actual_seq_qlen=None, actual_seq_klen=None,
@@ -89,10 +91,11 @@ class Npu(ModuleType):
     ):  # fmt: skip
         self._take("dense loss", locals(), list)
         rows = rows_of(query, key, layout, sparse_mode, actual_seq_qlen, actual_seq_klen)
-        return tiled.dense_kl_loss(
-            query, key, query_index, key_index, weights, softmax_max, softmax_sum,
-            softmax_max_index, softmax_sum_index, scale_value, rows, query_rope, key_rope, True,
+        given = LossInputs(
+            query, key, query_index, key_index, weights, softmax_max, softmax_sum, scale_value,
+            rows, query_rope, key_rope,
         )  # fmt: skip
+        return tiled.dense_kl_loss(given, (softmax_max_index, softmax_sum_index), True)
 
 
 def rows_of(query: Tensor, key: Tensor, layout: str, mode: int, q: Any, k: Any) -> Rows:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from typing import Protocol, cast
+from typing import cast
 
 from torch import Tensor
 
-from hp_dsa.ops.rows import Rows
+from hp_dsa.ops.contract import Operators
 from hp_mesh.checks import fail
 
-__all__ = ["Gradients", "Operators", "implementation"]
+__all__ = ["implementation"]
 
 _HOMES = {
     "reference": "hp_dsa.ops.reference",
@@ -20,81 +20,6 @@ _HOMES = {
     "triton": "hp_dsa.ops.launch",
     "npu": "hp_dsa._npu",
 }
-
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
-"""``d_query_index, d_key_index, d_weights`` and the loss ``[1]``."""
-
-
-class Operators(Protocol):
-    """What an implementation offers, arguments checked before; `reference` says what each means."""
-
-    def lightning_indexer(
-        self,
-        query: Tensor,
-        key: Tensor,
-        weights: Tensor,
-        rows: Rows,
-        sparse_count: int,
-        return_value: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """See `reference.lightning_indexer`."""
-
-    def sparse_flash_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None,
-        sparse_indices: Tensor,
-        scale_value: float,
-        rows: Rows,
-        query_rope: Tensor | None,
-        key_rope: Tensor | None,
-        sparse_block_size: int,
-        return_softmax_lse: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `reference.sparse_flash_attention`."""
-
-    def sparse_kl_loss(
-        self,
-        query: Tensor,
-        key: Tensor,
-        query_index: Tensor,
-        key_index: Tensor,
-        weights: Tensor,
-        sparse_indices: Tensor,
-        softmax_max: Tensor,
-        softmax_sum: Tensor,
-        scale_value: float,
-        rows: Rows,
-        query_rope: Tensor | None,
-        key_rope: Tensor | None,
-        gradients: bool,
-    ) -> Gradients:
-        """See `reference.sparse_kl_loss`."""
-
-    def dense_softmax_lse(
-        self, query_index: Tensor, key_index: Tensor, weights: Tensor, rows: Rows
-    ) -> tuple[Tensor, Tensor]:
-        """See `reference.dense_softmax_lse`."""
-
-    def dense_kl_loss(
-        self,
-        query: Tensor,
-        key: Tensor,
-        query_index: Tensor,
-        key_index: Tensor,
-        weights: Tensor,
-        softmax_max: Tensor,
-        softmax_sum: Tensor,
-        softmax_max_index: Tensor,
-        softmax_sum_index: Tensor,
-        scale_value: float,
-        rows: Rows,
-        query_rope: Tensor | None,
-        key_rope: Tensor | None,
-        gradients: bool,
-    ) -> Gradients:
-        """See `reference.dense_kl_loss`."""
 
 
 def implementation(x: Tensor) -> Operators:

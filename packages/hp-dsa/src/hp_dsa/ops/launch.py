@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from hp_dsa.ops import _triton, tiled, tiled_indexer, tiled_loss
 from hp_dsa.ops.arguments import check_range
 from hp_dsa.ops.autocast import without_autocast
-from hp_dsa.ops.dispatch import Gradients
+from hp_dsa.ops.contract import Gradients, LossInputs
 from hp_dsa.ops.rows import Rows
 from hp_dsa.ops.tiled_loss import sparse_kl_loss
 from hp_dsa.ops.tiles import IndexScores, zeros_like
@@ -90,11 +90,11 @@ def dense_softmax_lse(
 
 
 def dense_kl_loss(
-    query: Tensor, key: Tensor, query_index: Tensor, *rest: Any, **options: Any
+    given: LossInputs, index_statistics: tuple[Tensor, Tensor], gradients: bool
 ) -> Gradients:
     """See `reference.dense_kl_loss`."""
-    options["index_scores"] = _scores_for(query_index)
-    return tiled_loss.dense_kl_loss(query, key, query_index, *rest, **options)
+    scores = _scores_for(given.query_index)
+    return tiled_loss.dense_kl_loss(given, index_statistics, gradients, scores)
 
 
 def sparse_flash_attention(

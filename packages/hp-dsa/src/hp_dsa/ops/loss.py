@@ -17,7 +17,8 @@ from torch import Tensor
 
 from hp_dsa.ops.arguments import NO_LIMIT, check_tokens, read_rows
 from hp_dsa.ops.autocast import cast_by_autocast
-from hp_dsa.ops.dispatch import Gradients, implementation
+from hp_dsa.ops.contract import Gradients
+from hp_dsa.ops.dispatch import implementation
 from hp_dsa.ops.indexer import check_index_inputs
 from hp_dsa.ops.rows import Lengths
 from hp_dsa.ops.summed_loss import dense_run, sparse_run, summed_loss
@@ -82,7 +83,7 @@ def sparse_lightning_indexer_kl_loss(
     Returns:
         ``[1]`` float32 (float64 for float64 inputs); rows without a key add nothing.
     """
-    run = sparse_run(**locals(), where="sparse_lightning_indexer_kl_loss")
+    run = sparse_run("sparse_lightning_indexer_kl_loss", **locals())
     return summed_loss(run, query_index, key_index, weights)
 
 
@@ -114,9 +115,9 @@ def sparse_lightning_indexer_grad_kl_loss(
     Arguments as for `sparse_lightning_indexer_kl_loss`. The gradients are of the sum itself, in the
     inputs' dtypes and shapes; nothing here is recorded by autograd.
     """
-    run = sparse_run(**locals(), where="sparse_lightning_indexer_grad_kl_loss")
+    run = sparse_run("sparse_lightning_indexer_grad_kl_loss", **locals())
     with torch.no_grad():
-        return run(query_index, key_index, weights, True)
+        return run(True)
 
 
 @seen_by_views
@@ -206,7 +207,7 @@ def dense_lightning_indexer_kl_loss(
     Returns:
         ``[1]`` float32 (float64 for float64 inputs).
     """
-    run = dense_run(**locals(), where="dense_lightning_indexer_kl_loss")
+    run = dense_run("dense_lightning_indexer_kl_loss", **locals())
     return summed_loss(run, query_index, key_index, weights)
 
 
@@ -238,6 +239,6 @@ def dense_lightning_indexer_grad_kl_loss(
     Arguments as for `dense_lightning_indexer_kl_loss`; gradients as for
     `sparse_lightning_indexer_grad_kl_loss`.
     """
-    run = dense_run(**locals(), where="dense_lightning_indexer_grad_kl_loss")
+    run = dense_run("dense_lightning_indexer_grad_kl_loss", **locals())
     with torch.no_grad():
-        return run(query_index, key_index, weights, True)
+        return run(True)

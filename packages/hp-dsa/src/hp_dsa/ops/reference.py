@@ -7,6 +7,7 @@ rest. Arguments are checked by the callers; ``rows`` says which keys a row sees.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from hp_dsa.ops.arguments import check_range
 from hp_dsa.ops.autocast import without_autocast
-from hp_dsa.ops.dispatch import Gradients
+from hp_dsa.ops.contract import Gradients, LossInputs
 from hp_dsa.ops.rows import Document, Rows
 
 __all__ = [
@@ -96,29 +97,17 @@ def sparse_flash_attention(
     return result, rows.unbatched(maximum), rows.unbatched(total)
 
 
-def sparse_kl_loss(
-    query: Tensor,
-    key: Tensor,
-    query_index: Tensor,
-    key_index: Tensor,
-    weights: Tensor,
-    sparse_indices: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    scale_value: float,
-    rows: Rows,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    gradients: bool,
-) -> Gradients:
+def sparse_kl_loss(given: LossInputs, sparse_indices: Tensor, gradients: bool) -> Gradients:
     """Return the loss over the selected keys and, if asked, its gradients (else empty tensors)."""
+    rows = given.rows
     check_range(rows, sparse_indices, 1)
-    q, k = _joined(rows, query, query_rope), _joined(rows, key, key_rope)
-    indices, m, z = (rows.batched(x) for x in (sparse_indices, softmax_max, softmax_sum))
+    q, k = _joined(rows, given.query, given.query_rope), _joined(rows, given.key, given.key_rope)
+    m, z = rows.batched(given.softmax_max), rows.batched(given.softmax_sum)
+    indices = rows.batched(sparse_indices)
 
     def divergence(document: Document, scores: Tensor) -> Tensor:
         tokens, valid = _selected(rows, document, indices, 1)
-        logits = scale_value * _einsum(
+        logits = given.scale * _einsum(
             "qnd,qkd->qnk", document.queries(q), _taken(document.keys(k), tokens, valid)
         )
         target = _probability(
@@ -126,7 +115,7 @@ def sparse_kl_loss(
         ).mean(1)
         return _divergence(target, scores.gather(-1, tokens), valid)
 
-    return _summed(query_index, key_index, weights, rows, divergence, gradients)
+    return _summed(given, divergence, gradients)
 
 
 def dense_softmax_lse(
@@ -147,39 +136,29 @@ def dense_softmax_lse(
 
 
 def dense_kl_loss(
-    query: Tensor,
-    key: Tensor,
-    query_index: Tensor,
-    key_index: Tensor,
-    weights: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    softmax_max_index: Tensor,
-    softmax_sum_index: Tensor,
-    scale_value: float,
-    rows: Rows,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
+    given: LossInputs,
+    index_statistics: tuple[Tensor, Tensor],
     gradients: bool,
 ) -> Gradients:
     """Return the loss over all visible keys and, if asked, its gradients (else empty tensors).
 
     The index scores' own statistics are not read: their softmax is part of the definition.
     """
-    q, k = _joined(rows, query, query_rope), _joined(rows, key, key_rope)
-    m, z = rows.batched(softmax_max), rows.batched(softmax_sum)
+    rows = given.rows
+    q, k = _joined(rows, given.query, given.query_rope), _joined(rows, given.key, given.key_rope)
+    m, z = rows.batched(given.softmax_max), rows.batched(given.softmax_sum)
     group = q.shape[2] // k.shape[2]
 
     def divergence(document: Document, scores: Tensor) -> Tensor:
         visible = _visible(rows, document, scores.device)
         keys = document.keys(k).repeat_interleave(group, 1)
-        logits = scale_value * _einsum("qnd,knd->qnk", document.queries(q), keys)
+        logits = given.scale * _einsum("qnd,knd->qnk", document.queries(q), keys)
         # [N2, Lq, G] -> [Lq, N1]
         own_m, own_z = (document.queries(x, 2).transpose(0, 1).flatten(1) for x in (m, z))
         target = _probability(logits, own_m, own_z, visible[:, None]).mean(1)
         return _divergence(target, scores, visible)
 
-    return _summed(query_index, key_index, weights, rows, divergence, gradients)
+    return _summed(given, divergence, gradients)
 
 
 class _Product(torch.autograd.Function):
@@ -281,30 +260,24 @@ def _divergence(target: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
 
 
 def _summed(
-    query_index: Tensor,
-    key_index: Tensor,
-    weights: Tensor,
-    rows: Rows,
-    divergence: object,
-    gradients: bool,
+    given: LossInputs, divergence: Callable[[Document, Tensor], Tensor], gradients: bool
 ) -> Gradients:
     """Sum ``divergence(document, scores)`` over documents and differentiate it."""
-    assert callable(divergence), "the caller passes a function"
-    given = (query_index, key_index, weights)
+    rows = given.rows
     with torch.enable_grad():
-        inputs = [_precise(rows.batched(x.detach())).requires_grad_() for x in given]
+        inputs = [_precise(rows.batched(x.detach())).requires_grad_() for x in given.of_index]
         loss = inputs[0].new_zeros(1)
         for document in rows.documents:
             if document.key_length:
                 scores = _index_scores(*_index_parts(document, *inputs))
                 loss = loss + divergence(document, scores)
         if not gradients:
-            return *(x.new_empty(0) for x in given), loss.detach()  # type: ignore[return-value]
+            return *(x.new_empty(0) for x in given.of_index), loss.detach()  # type: ignore[return-value]
         if loss.requires_grad:
             found = torch.autograd.grad(loss, inputs)
         else:  # no document has a key
             found = tuple(torch.zeros_like(x) for x in inputs)
     d_query, d_key, d_weights = (
-        rows.unbatched(d).to(x.dtype) for d, x in zip(found, given, strict=True)
+        rows.unbatched(d).to(x.dtype) for d, x in zip(found, given.of_index, strict=True)
     )
     return d_query, d_key, d_weights, loss.detach()

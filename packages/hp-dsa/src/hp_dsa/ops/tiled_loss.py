@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hp_dsa.ops.arguments import check_range
-from hp_dsa.ops.dispatch import Gradients
+from hp_dsa.ops.contract import Gradients, LossInputs
 from hp_dsa.ops.rows import Document, Rows
 from hp_dsa.ops.tiles import (
     TORCH_SCORES,
@@ -33,12 +33,11 @@ __all__ = ["dense_kl_loss", "dense_softmax_lse", "sparse_kl_loss"]
 class _Sums:
     """The loss and the gradients that add up over tiles; inputs with a batch dim."""
 
-    def __init__(self, rows: Rows, inputs: tuple[Tensor, Tensor, Tensor], gradients: bool) -> None:
-        self.rows = rows
-        self.given = inputs
-        self.query, self.key, self.weights = (rows.batched(x) for x in inputs)
+    def __init__(self, given: LossInputs, gradients: bool) -> None:
+        self.given = given
+        self.query, self.key, self.weights = (given.rows.batched(x) for x in given.of_index)
         # thousands of tiles: their sums are added in double
-        self.loss = torch.zeros(1, dtype=torch.float64, device=inputs[0].device)
+        self.loss = torch.zeros(1, dtype=torch.float64, device=self.query.device)
         self.gradients: tuple[Tensor, Tensor, Tensor] | None = None
         if gradients:
             self.gradients = (
@@ -61,36 +60,37 @@ class _Sums:
         """Return the gradients in the inputs' shapes and dtypes, or empty tensors, and the loss."""
         loss = self.loss.to(precise(self.query[:0]).dtype)
         if self.gradients is None:
-            a, b, c = (x.new_empty(0) for x in self.given)
+            a, b, c = (x.new_empty(0) for x in self.given.of_index)
         else:
             a, b, c = (
-                like_input(self.rows, d, x) for d, x in zip(self.gradients, self.given, strict=True)
+                like_input(self.given.rows, d, x)
+                for d, x in zip(self.gradients, self.given.of_index, strict=True)
             )
         return a, b, c, loss
 
 
-def sparse_kl_loss(
-    query: Tensor,
-    key: Tensor,
-    query_index: Tensor,
-    key_index: Tensor,
-    weights: Tensor,
-    sparse_indices: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    scale_value: float,
-    rows: Rows,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    gradients: bool,
-) -> Gradients:
-    """See `reference.sparse_kl_loss`. Memory: the keys of a few rows, and the gradients."""
-    check_range(rows, sparse_indices, 1)
-    sums = _Sums(rows, (query_index, key_index, weights), gradients)
-    q, k, m, z, indices = (
-        rows.batched(x) for x in (query, key, softmax_max, softmax_sum, sparse_indices)
+def _of_attention(
+    given: LossInputs,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return query, key, their statistics and their rotary parts, with a batch dim."""
+    batched = given.rows.batched
+    return (
+        batched(given.query),
+        batched(given.key),
+        batched(given.softmax_max),
+        batched(given.softmax_sum),
+        None if given.query_rope is None else batched(given.query_rope),
+        None if given.key_rope is None else batched(given.key_rope),
     )
-    q_rope, k_rope = (None if x is None else rows.batched(x) for x in (query_rope, key_rope))
+
+
+def sparse_kl_loss(given: LossInputs, sparse_indices: Tensor, gradients: bool) -> Gradients:
+    """See `reference.sparse_kl_loss`. Memory: the keys of a few rows, and the gradients."""
+    rows = given.rows
+    check_range(rows, sparse_indices, 1)
+    sums = _Sums(given, gradients)
+    q, k, m, z, q_rope, k_rope = _of_attention(given)
+    indices = rows.batched(sparse_indices)
     num_tokens, heads = indices.shape[-1], q.shape[2] + 2 * sums.query.shape[2]
     width = k.shape[-1] + (0 if k_rope is None else k_rope.shape[-1]) + 2 * sums.key.shape[-1]
     size = gathered_rows(q, num_tokens, heads, width)
@@ -100,7 +100,7 @@ def sparse_kl_loss(
             selection = select(document.queries(indices)[first:last, 0], 1, counts)
             tokens, valid = selection
             scores = logits(
-                scale_value,
+                given.scale,
                 query_tile(document, q, first, last),
                 taken_keys(document, k, tokens),
                 None if q_rope is None else query_tile(document, q_rope, first, last),
@@ -156,19 +156,8 @@ def dense_softmax_lse(
 
 
 def dense_kl_loss(
-    query: Tensor,
-    key: Tensor,
-    query_index: Tensor,
-    key_index: Tensor,
-    weights: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    softmax_max_index: Tensor,
-    softmax_sum_index: Tensor,
-    scale_value: float,
-    rows: Rows,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
+    given: LossInputs,
+    index_statistics: tuple[Tensor, Tensor],
     gradients: bool,
     index_scores: IndexScores = TORCH_SCORES,
 ) -> Gradients:
@@ -176,12 +165,10 @@ def dense_kl_loss(
 
     Attention's heads are added one after the other; no tile of all of them is made.
     """
-    sums = _Sums(rows, (query_index, key_index, weights), gradients)
-    q, k, m, z, m_index, z_index = (
-        rows.batched(x)
-        for x in (query, key, softmax_max, softmax_sum, softmax_max_index, softmax_sum_index)
-    )
-    q_rope, k_rope = (None if x is None else rows.batched(x) for x in (query_rope, key_rope))
+    rows = given.rows
+    sums = _Sums(given, gradients)
+    q, k, m, z, q_rope, k_rope = _of_attention(given)
+    m_index, z_index = (rows.batched(x) for x in index_statistics)
     area = tile_size(q).elements // head_tile(sums.query.shape[2])
     for document in rows.documents:
         for first, last in row_tiles(rows, document, tile_size(q).rows):
@@ -194,7 +181,7 @@ def dense_kl_loss(
             for start, stop in _key_tiles(rows, document, first, last, area):
                 hidden = _hidden(rows, document, first, last, start, stop, q.device)
                 target = _dense_target(
-                    scale_value,
+                    given.scale,
                     document.queries(q)[first:last],
                     document.keys(k)[start:stop],
                     None if q_rope is None else document.queries(q_rope)[first:last],
