@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from hp_comm import preflight
-from hp_dsa.boundary import DSABoundary, DSACall
+from hp_dsa.boundary import DSABoundary
+from hp_dsa.call import DSACall
 from hp_dsa.gather import Source
 from hp_dsa.gather_cache import open_gathers
 from hp_dsa.inputs import LENGTH, Inputs, advise

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Shard
 
 from hp_comm import preflight
-from hp_dsa.arguments import Argument
+from hp_dsa.call import DSACall
 from hp_dsa.gather import Gathered, Gatherer
 from hp_dsa.gather_cache import open_gathers
+from hp_dsa.hand_over import hand_over
 from hp_dsa.indices import check_indices, every_call_is_checked, waits
 from hp_dsa.inputs import Inputs, advise, read_inputs
 from hp_dsa.key_refetch import GatheredKeys
@@ -24,41 +23,19 @@ from hp_dsa.outputs import Returned
 from hp_dsa.plan import DSAPlan
 from hp_dsa.view import DSAView
 from hp_dsa.windowed import LocalCall
-from hp_mesh._torch import from_local
-from hp_mesh.arguments import replace_slots
-from hp_mesh.boundary import Boundary, Entry
-from hp_mesh.checks import fail
+from hp_mesh.boundary import Boundary
 from hp_mesh.mesh import flatten_mesh, require_ascending
 from hp_mesh.placement import compose
-from hp_mesh.recorder import Recorder, may_forget
+from hp_mesh.recorder import may_forget
 from hp_mesh.window import AttentionWindow
 
 if TYPE_CHECKING:
     from hp_dsa.style import DSAStyle
 
-__all__ = ["DSABoundary", "DSACall"]
+__all__ = ["DSABoundary"]
 
 _applied: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 """How many boundaries each CP group has: ranks that are in different modules must not be paired."""
-
-
-@dataclass
-class DSACall(Entry):
-    """What one call of the module keeps between its hooks.
-
-    Attributes:
-        view: The view of the call.
-        inputs: The tensors as they came; outputs are laid out as the query was.
-        index: How many calls of the boundary went before.
-        local: With ``use_local_input``, the calls of the module with local tensors.
-        recorder: Under ``keep_keys=False``, what keeps gathered keys out of the graph.
-    """
-
-    view: DSAView
-    inputs: Inputs
-    index: int
-    local: LocalCall | None = None
-    recorder: Recorder | None = None
 
 
 class DSABoundary(Boundary[DSACall]):
@@ -101,7 +78,7 @@ class DSABoundary(Boundary[DSACall]):
         if local is not None:
             local.wholes = wholes
             return DSACall(*local.call(0), view, inputs, index, local)
-        args, kwargs = self._hand_over(args, kwargs, inputs, view, wholes)
+        args, kwargs = hand_over(args, kwargs, inputs, view, wholes, self.cp_mesh)
         call = DSACall(args, kwargs, view, inputs, index)
         self._forget(call, known)
         return call
@@ -110,16 +87,8 @@ class DSABoundary(Boundary[DSACall]):
         """Under ``keep_keys=False``, keep what was gathered out of the graph that follows."""
         if not self.style.forgets_keys or self.plan.cp_size == 1 or not may_forget():
             return
-        sources = call.inputs.sources
-        packs = known.packs_of(sources.values(), self.gatherer)
-        handed = [
-            call.kwargs[k] if isinstance(k, str) else call.args[k]
-            for k in (call.inputs.slots[name].key for name in sources)
-        ]
-        call.recorder = Recorder(call.view)
-        keys = GatheredKeys(self.where, packs, self.gatherer)
-        call.recorder.watch(keys, [(pack.whole, *handed) for pack in packs])
-        call.recorder.open()
+        packs = known.packs_of(call.inputs.sources.values(), self.gatherer)
+        call.take_notes_of(GatheredKeys(self.where, packs, self.gatherer), packs)
 
     def abandon(self, entry: DSACall) -> None:
         """Take the hooks on saved tensors off this thread."""
@@ -230,42 +199,3 @@ class DSABoundary(Boundary[DSACall]):
             call_index=index,
             late_errors=self.late_errors,
         )
-
-    def _hand_over(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: Inputs,
-        view: DSAView,
-        wholes: Mapping[str, Tensor],
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the call with DTensors; a key that came twice is handed over as one."""
-        wrapped: dict[int, Tensor] = {}
-        values = []
-        for argument in inputs.arguments:
-            name = argument.name
-            if argument.role == "keys":
-                whole = wholes[name]
-                if id(whole) not in wrapped:
-                    wrapped[id(whole)] = self._wrap(whole, argument, inputs, view)
-                values.append(wrapped[id(whole)])
-            else:
-                values.append(self._wrap(inputs.locals[name], argument, inputs, view))
-        return replace_slots(args, kwargs, list(inputs.slots.values()), values)
-
-    def _wrap(self, local: Tensor, argument: Argument, inputs: Inputs, view: DSAView) -> Tensor:
-        layout, plan = inputs.layouts[argument.name], self.plan
-        cp: Placement = Replicate()
-        if argument.role != "keys":
-            cp = Shard(plan.statistics_dim if argument.role == "statistics" else plan.seq_dim)
-        if layout.foreign_mesh() is None:  # plain: whole on the axes that are not CP
-            mesh, placements = view.mesh, view.placements(cp)
-        else:
-            mesh, placements = compose(layout, self.cp_mesh, [cp], self.where)
-        if mesh != view.mesh:
-            raise fail(
-                self.where,
-                f"{argument.name} on {mesh} must lie on the same axes as query ({view.mesh})",
-                "lay the tensors out alike over the axes that are not CP",
-            )
-        return from_local(local, mesh, placements, view.partial_grads(placements))

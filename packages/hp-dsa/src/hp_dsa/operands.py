@@ -1,7 +1,8 @@
 """The operands of an operator as plain tensors of this rank, and the lengths of the whole sequence.
 
-Queries, indices and statistics become this rank's rows, keys become whole; `hp_dsa.handlers` cuts
-keys to a window. What does not line up is refused here, on this rank; the handler tells the others.
+Queries, indices and statistics become this rank's rows, keys become whole; `hp_dsa.operator_call`
+cuts keys to a window. What does not line up is refused here, on this rank; the call tells the
+others.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from hp_comm import merge_head_tail, preflight, scatter_seq, sum_shares
-from hp_dsa.handlers import join_keys
+from hp_comm import preflight, scatter_seq, sum_shares
 from hp_dsa.inputs import Inputs
 from hp_dsa.operators import Result
+from hp_dsa.results import join_keys
 from hp_dsa.view import DSAView
 from hp_mesh._torch import from_local, to_local
 from hp_mesh.arguments import map_outputs
@@ -172,10 +172,7 @@ class Returned:
         dim = plan.statistics_dim if kind == "statistics" else plan.seq_dim
         if kind is None or parts[0].ndim <= dim:
             return parts[0]
-        local = parts[0]
-        if len(parts) > 1:
-            (head, tail), group = parts, self._view.group
-            local = merge_head_tail(head, tail, group, seq_dim=dim, trade=plan.swaps_tails)
+        local = self._view.join_rows(parts, dim)
         return self._restore(local, dim, self._heads() if kind == "attention" else None)
 
     def _check_rows(

@@ -1,8 +1,8 @@
 """What the DSA styles have in common: their options, and the boundary that they make.
 
 Inside, the module sees the whole sequence; the operators of `hp_dsa.ops` and of torch_npu run on
-this rank's rows and on the keys that these may see (`hp_dsa.handlers`). The gradient of a gathered
-tensor is the sum over the ranks, by one reduce-scatter, never divided.
+this rank's rows and on the keys that these may see (`hp_dsa.operator_call`). The gradient of a
+gathered tensor is the sum over the ranks, by one reduce-scatter, never divided.
 """
 
 from __future__ import annotations

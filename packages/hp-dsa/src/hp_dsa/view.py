@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from hp_comm import merge_head_tail, split_head_tail
 from hp_dsa.late_errors import LateErrors
 from hp_dsa.plan import DSAPlan
 from hp_mesh.documents import KeyWindow, batch_window, packed_window
@@ -77,6 +78,19 @@ class DSAView(View):
         """Return the rows that this rank holds, in the order of its data."""
         rows = self.plan.rows(self.rank, self.num_queries)
         return torch.cat([plain.narrow(dim, start, end - start) for start, end in rows], dim)
+
+    def split_rows(self, x: Tensor, dim: int, count: int) -> tuple[Tensor, ...]:
+        """Return the rows of each of ``count`` windows; without balance, tails are the mirror's."""
+        if count == 1:
+            return (x,)
+        return split_head_tail(x, self.group, seq_dim=dim, trade=self.plan.swaps_tails)
+
+    def join_rows(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """Undo `split_rows`."""
+        if len(parts) == 1:
+            return parts[0]
+        head, tail = parts
+        return merge_head_tail(head, tail, self.group, seq_dim=dim, trade=self.plan.swaps_tails)
 
     def placements(
         self, cp: Placement, foreign: Sequence[Placement] | None = None

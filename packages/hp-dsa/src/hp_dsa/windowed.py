@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_comm import preflight, split_head_tail
+from hp_comm import preflight
 from hp_dsa.indices import check_documents, drop_unseen
 from hp_dsa.inputs import Inputs
 from hp_dsa.operands import check_lengths
@@ -126,15 +126,10 @@ class LocalCall:
         return args, {**kwargs, **self._lengths(window)}
 
     def _rows(self, name: str, dim: int) -> tuple[Tensor, ...]:
-        """Return the rows of each window; tails are the mirror's where data is not balanced."""
+        """Return the rows of each window; they are split once."""
         if name not in self._parts:
             x = self._inputs.locals[name]
-            trade = self._view.plan.swaps_tails
-            self._parts[name] = (
-                (x,)
-                if len(self.windows) == 1
-                else split_head_tail(x, self._view.group, seq_dim=dim, trade=trade)
-            )
+            self._parts[name] = self._view.split_rows(x, dim, len(self.windows))
         return self._parts[name]
 
     def _lengths(self, window: KeyWindow) -> dict[str, Any]:
