@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from hp_mesh.fsdp import check_fsdp_mesh
     from hp_mesh.handoff import Handoff
     from hp_mesh.mesh import flatten_mesh, init_device_mesh
+    from hp_mesh.open_views import attention_window
     from hp_mesh.parallelize import parallelize_module
-    from hp_mesh.view import attention_window
 
 __all__ = [
     "AsyncContextParallel",
@@ -49,7 +49,7 @@ __getattr__, __dir__ = lazy_names(
         "HeadWork": "hp_comm.kernels.arithmetic",
         "Plan": "hp_cp.plan",
         "PreparedAttention": "hp_cp.prepared",
-        "attention_window": "hp_mesh.view",
+        "attention_window": "hp_mesh.open_views",
         "check_fsdp_mesh": "hp_mesh.fsdp",
         "flatten_mesh": "hp_mesh.mesh",
         "init_device_mesh": "hp_mesh.mesh",

@@ -36,7 +36,8 @@ from hp_cp.windowed import Halo, check_band, fetch_band, halo_of
 from hp_cp.windowed_sdpa import windowed_sdpa
 from hp_mesh._torch import from_local, to_local
 from hp_mesh.checks import fail
-from hp_mesh.view import View, register_handler
+from hp_mesh.handlers import register_handler
+from hp_mesh.view import View
 from hp_mesh.window import Range
 
 __all__ = ["register_attention_handlers"]

@@ -17,8 +17,8 @@ from hp_cp.style_arguments import resolve_dims
 from hp_mesh.arguments import Slot, find_slots, read_slots
 from hp_mesh.checks import fail, require
 from hp_mesh.handoff import Waitable
+from hp_mesh.open_views import current_view
 from hp_mesh.placement import TensorLayout, read_layout
-from hp_mesh.view import current_view
 
 if TYPE_CHECKING:
     from hp_cp.style import ContextParallel

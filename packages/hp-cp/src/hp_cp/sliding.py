@@ -18,7 +18,8 @@ from hp_cp.unwrap import keys_beside, on_mesh, query_window
 from hp_cp.windowed import fetch_keys, halo_of
 from hp_mesh._torch import from_local, to_local
 from hp_mesh.checks import require, require_positive
-from hp_mesh.view import View, register_handler
+from hp_mesh.handlers import register_handler
+from hp_mesh.view import View
 
 __all__ = ["register_sliding_window", "sliding_window_attention"]
 

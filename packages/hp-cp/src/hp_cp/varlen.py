@@ -20,7 +20,8 @@ from hp_cp.windowed import check_documents, drop_front, fetch_band, halo_of
 from hp_mesh._torch import from_local, to_local
 from hp_mesh.checks import fail, require
 from hp_mesh.documents import packed_window
-from hp_mesh.view import View, register_handler
+from hp_mesh.handlers import register_handler
+from hp_mesh.view import View
 
 __all__ = ["register_varlen"]
 

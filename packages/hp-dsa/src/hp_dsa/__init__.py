@@ -59,7 +59,7 @@ __getattr__, __dir__ = lazy_names(
         "DSAPlan": "hp_dsa.plan",
         "DSASparseAttentionContextParallel": "hp_dsa.styles",
         "Handoff": "hp_mesh.handoff",
-        "attention_window": "hp_mesh.view",
+        "attention_window": "hp_mesh.open_views",
         "check_fsdp_mesh": "hp_mesh.fsdp",
         "flatten_mesh": "hp_mesh.mesh",
         "init_device_mesh": "hp_mesh.mesh",

@@ -10,7 +10,8 @@ from hp_dsa.operator_call import OperatorCall
 from hp_dsa.operators import NPU, OPERATORS, Operator
 from hp_dsa.view import DSAView
 from hp_mesh.checks import require
-from hp_mesh.view import View, register_handler
+from hp_mesh.handlers import register_handler
+from hp_mesh.view import View
 
 __all__ = ["register_dsa_handlers"]
 

@@ -17,8 +17,8 @@ from hp_dsa.plan import DSAPlan
 from hp_mesh.arguments import Slot
 from hp_mesh.checks import fail, require
 from hp_mesh.handoff import Waitable
+from hp_mesh.open_views import current_view
 from hp_mesh.placement import TensorLayout, read_layout
-from hp_mesh.view import current_view
 
 __all__ = ["LENGTH", "Inputs", "advise", "options_of", "read_inputs"]
 

@@ -12,8 +12,10 @@ from hp_mesh.lazy import lazy_names
 if TYPE_CHECKING:
     from hp_mesh.boundary import BoundaryStyle
     from hp_mesh.fsdp import check_fsdp_mesh
+    from hp_mesh.handlers import register_handler
     from hp_mesh.layout import Layout, layout
     from hp_mesh.mesh import Mesh, flatten_mesh, init_device_mesh, split_cp_mesh
+    from hp_mesh.open_views import attention_window
     from hp_mesh.packing import PackedShard, pack_documents, shard_packed, unpack_documents
     from hp_mesh.parallelize import parallelize_module
     from hp_mesh.sequence import (
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
         position_ids,
         shard_sequence,
     )
-    from hp_mesh.view import attention_window, register_handler
     from hp_mesh.window import AttentionWindow
 
 __all__ = [
@@ -62,7 +63,7 @@ __getattr__, __dir__ = lazy_names(
         "Layout": "hp_mesh.layout",
         "Mesh": "hp_mesh.mesh",
         "PackedShard": "hp_mesh.packing",
-        "attention_window": "hp_mesh.view",
+        "attention_window": "hp_mesh.open_views",
         "check_fsdp_mesh": "hp_mesh.fsdp",
         "flatten_mesh": "hp_mesh.mesh",
         "init_device_mesh": "hp_mesh.mesh",
@@ -75,7 +76,7 @@ __getattr__, __dir__ = lazy_names(
         "pad_sequence": "hp_mesh.sequence",
         "parallelize_module": "hp_mesh.parallelize",
         "position_ids": "hp_mesh.sequence",
-        "register_handler": "hp_mesh.view",
+        "register_handler": "hp_mesh.handlers",
         "shard_packed": "hp_mesh.packing",
         "shard_sequence": "hp_mesh.sequence",
         "split_cp_mesh": "hp_mesh.mesh",

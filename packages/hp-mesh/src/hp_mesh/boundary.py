@@ -28,8 +28,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from hp_mesh._torch import global_forward_hooks
 from hp_mesh.checks import fail
+from hp_mesh.open_views import close_view, open_view
 from hp_mesh.overrides import outside_compiled_code, unseen_by_checkpoints
-from hp_mesh.view import View, close_view, open_view
+from hp_mesh.view import View
 
 __all__ = ["Boundary", "BoundaryStyle", "Entry", "boundary_of", "inner_hooks", "remove_boundary"]
 

@@ -19,30 +19,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from hp_mesh._torch import from_local, to_local
-from hp_mesh.plain import cut_balanced, share_of_replicated
+from hp_mesh.plain import cut_balanced, enter_view, share_of_replicated
 
 if TYPE_CHECKING:
     from hp_mesh.view import View
 
-__all__ = ["register_contractions"]
-
-
-def register_contractions(register: Callable[[Any, Any], None]) -> None:
-    """Register the handlers of this file with `hp_mesh.view.register_handler`."""
-    for op in (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__):
-        register(op, _matmul)
-    register(torch.einsum, _einsum)
-    register(F.linear, _linear)
-    for norm in (F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm):
-        register(norm, _norm)
+__all__ = ["CONTRACTIONS"]
 
 
 def _leave(
     view: View, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Run ``func`` as if it had no handler."""
-    from hp_mesh.plain import enter_view
-
     flat: list[Any] = []
     for value in (*args, *kwargs.values()):
         flat.extend(value if isinstance(value, (list, tuple)) else [value])
@@ -258,3 +246,14 @@ def _operand(
         part = local.size(dim) // parts
         local = local.narrow(dim, index * part, part)
     return local
+
+
+CONTRACTIONS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(
+        (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__), _matmul
+    ),
+    torch.einsum: _einsum,
+    F.linear: _linear,
+    **dict.fromkeys((F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm), _norm),
+}
+"""What runs each op inside the boundary (see `hp_mesh.handlers`)."""

@@ -26,26 +26,7 @@ from hp_mesh.plain import enter_view
 if TYPE_CHECKING:
     from hp_mesh.view import View
 
-__all__ = ["register_reshapes"]
-
-_RESHAPES: tuple[Callable[..., Any], ...] = (
-    Tensor.view,
-    Tensor.reshape,
-    Tensor.flatten,
-    Tensor.unflatten,
-    torch.reshape,
-    torch.flatten,
-    torch.unflatten,
-)
-_SPLITS: tuple[Callable[..., Any], ...] = (Tensor.split, Tensor.chunk, torch.split, torch.chunk)
-
-
-def register_reshapes(register: Callable[[Any, Any], None]) -> None:
-    """Register the handlers of this file with `hp_mesh.view.register_handler`."""
-    for op in _RESHAPES:
-        register(op, _reshape)
-    for op in _SPLITS:
-        register(op, _split)
+__all__ = ["RESHAPES"]
 
 
 def _reshape(
@@ -108,3 +89,21 @@ class _Reshape(torch.autograd.Function):
         )
         local = local_shard(grad).reshape(ctx.shape)
         return wrap_detached(local, grad.device_mesh, placements, False), None
+
+
+RESHAPES: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(
+        (
+            Tensor.view,
+            Tensor.reshape,
+            Tensor.flatten,
+            Tensor.unflatten,
+            torch.reshape,
+            torch.flatten,
+            torch.unflatten,
+        ),
+        _reshape,
+    ),
+    **dict.fromkeys((Tensor.split, Tensor.chunk, torch.split, torch.chunk), _split),
+}
+"""What runs each op inside the boundary (see `hp_mesh.handlers`)."""

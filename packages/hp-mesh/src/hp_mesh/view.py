@@ -17,7 +17,6 @@ dead view changes nothing, and the next entry sweeps it away.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -34,28 +33,17 @@ from hp_mesh._torch import (
     checkpoint_codes,
     count_write,
     function_body,
-    patch_dtensor_exits,
-    push_function_mode,
-    remove_function_modes,
     without_communication,
     without_innermost_mode,
 )
 from hp_mesh.checks import fail
-from hp_mesh.contraction import register_contractions
+from hp_mesh.handlers import Handler, handler_of, knows_order, takes_streams
 from hp_mesh.overrides import outside_compiled_code
 from hp_mesh.plain import enter_view, written
-from hp_mesh.reshape import register_reshapes
 from hp_mesh.streamed import Streamed
 from hp_mesh.window import AttentionWindow, Range
 
-__all__ = [
-    "View",
-    "attention_window",
-    "close_view",
-    "current_view",
-    "open_view",
-    "register_handler",
-]
+__all__ = ["View"]
 
 _READS = frozenset(
     {
@@ -64,48 +52,6 @@ _READS = frozenset(
     }
 )
 """Functions whose result is Python's: a rank must not decide by its own part."""
-
-Handler = Callable[["View", Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
-"""Runs one op under a view: ``handler(view, op, args, kwargs)``."""
-
-_handlers: dict[object, Handler] = {}
-_know_rows: set[Handler] = set()
-_stream: set[Handler] = set()
-
-
-def register_handler(
-    op: Callable[..., Any] | str,
-    handler: Handler,
-    *,
-    knows_rows: bool = False,
-    streams: bool = False,
-) -> None:
-    """Let ``handler`` run ``op`` inside every boundary.
-
-    Args:
-        op: The torch function as the function mode sees it (``F.scaled_dot_product_attention``), or
-            the qualified name of a ``torch.ops`` operator (``"npu::npu_fusion_attention"``), which
-            may be registered later or never.
-        handler: Called with the view, the op and its arguments; returns the op's result.
-        knows_rows: Whether it is right for rows in head-tail order, also where it mixes them.
-        streams: Whether it takes streamed tensors itself (see `hp_mesh.streamed`).
-    """
-    _handlers[op] = handler
-    if streams:
-        _stream.add(handler)
-    if knows_rows:
-        _know_rows.add(handler)
-
-
-def _handler_of(op: Any) -> Handler | None:
-    if isinstance(op, torch._ops.OpOverload):
-        return _handlers.get(str(op._schema.name))
-    if isinstance(op, torch._ops.OpOverloadPacket):
-        return _handlers.get(op._qualified_op_name)
-    try:
-        return _handlers.get(op)
-    except TypeError:  # an unhashable callable is nobody's key
-        return None
 
 
 @dataclass(eq=False)
@@ -218,13 +164,13 @@ class View(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._paused or not self.is_live():
             return func(*args, **kwargs)
-        handler = _handler_of(func)
+        handler = handler_of(func)
         owned = [t for t in _tensors(args, kwargs) if isinstance(t, DTensor) and self.owns(t)]
         if handler is None and not owned:
             return func(*args, **kwargs)
         self.refuse_checkpoint()
         streamed = self.streamed
-        if streamed is None or handler in _stream or not any(map(streamed.holds, owned)):
+        if streamed is None or takes_streams(handler) or not any(map(streamed.holds, owned)):
             return self._run(func, args, kwargs, handler, owned)
         name = getattr(func, "__name__", repr(func))
         return streamed.run(name, lambda: self._run(func, args, kwargs, handler, owned))
@@ -250,7 +196,7 @@ class View(TorchFunctionMode):
             target = written(getattr(func, "__name__", ""), args, kwargs)
             if isinstance(target, DTensor):
                 count_write(target)
-        if self.is_balanced and handler not in _know_rows:
+        if self.is_balanced and not knows_order(handler):
             self._check_rows(func, owned, result)
         return result
 
@@ -345,84 +291,3 @@ def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]
             yield value
         elif isinstance(value, (list, tuple)):
             yield from (item for item in value if isinstance(item, Tensor))
-
-
-# the views of this thread, outermost first
-
-
-class _Stack(threading.local):
-    def __init__(self) -> None:
-        self.views: list[View] = []
-
-
-_stack = _Stack()
-
-
-def _sweep() -> None:
-    """Take the views off the stack whose module call has ended; the others keep their order."""
-    dead = [view for view in _stack.views if not view.is_live()]
-    _stack.views = [view for view in _stack.views if view not in dead]
-    remove_function_modes(lambda mode: mode in dead)
-    for view in dead:
-        view.frame = None
-
-
-def open_view(view: View, frame: FrameType) -> View:
-    """Activate ``view`` for the module call that runs in ``frame``; clears views left by others."""
-    patch_dtensor_exits(_default_grad_placements)
-    _sweep()
-    view.frame = frame
-    _stack.views.append(view)
-    push_function_mode(view)
-    return view
-
-
-def close_view(view: View) -> None:
-    """Deactivate ``view``, wherever it stands on the stack, and the dead ones left there."""
-    view.frame = None  # dead from here on
-    _sweep()
-
-
-def current_view() -> View | None:
-    """Return the view of the innermost boundary that this code runs in, or None outside."""
-    for view in reversed(_stack.views):
-        if view.is_live():
-            return view
-    return None
-
-
-def attention_window() -> AttentionWindow | None:
-    """Return the rows and keys that this rank computes, or None outside a boundary.
-
-    Answers in both conventions: with DTensors (the default) and with plain local tensors
-    (``use_local_input=True``). Query row ``i`` of this rank is global row ``query_start + i``.
-
-    Example::
-
-        window = attention_window()
-        rows = torch.arange(window.query_start, window.query_end)
-        mask = rows[:, None] >= torch.arange(window.key_length)[None, :]
-    """
-    view = current_view()
-    if view is None:
-        return None
-    view.refuse_checkpoint()
-    return view.window
-
-
-def _default_grad_placements(tensor: DTensor, whole: bool) -> Sequence[Placement] | None:
-    view = current_view()
-    if view is None or not view.owns(tensor):
-        return None
-    if view.streamed is not None and view.streamed.holds(tensor):
-        raise view.streamed.refusal("full_tensor" if whole else "to_local")
-    if whole:  # full_tensor: replicated on every axis before it becomes local
-        placements: Sequence[Placement] = [Replicate()] * view.mesh.ndim
-    else:
-        placements = tensor.placements
-    grads = view.partial_grads(placements)
-    return None if grads == tuple(placements) else grads
-
-
-register_contractions(register_handler)
-register_reshapes(register_handler)

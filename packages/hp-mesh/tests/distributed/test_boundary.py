@@ -20,13 +20,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from hp_mesh import boundary as boundary_module
-from hp_mesh import view as view_module
+from hp_mesh import open_views
 from hp_mesh._torch import from_local, function_mode_stack
 from hp_mesh.boundary import Boundary, BoundaryStyle, Entry, boundary_of
 from hp_mesh.mesh import init_device_mesh
+from hp_mesh.open_views import attention_window, current_view
 from hp_mesh.parallelize import parallelize_module
 from hp_mesh.testing import assert_close, randn, ranks
-from hp_mesh.view import View, attention_window, current_view
+from hp_mesh.view import View
 from hp_mesh.window import AttentionWindow
 
 S, D = 12, 5
@@ -126,7 +127,7 @@ def assert_right(module: nn.Module, rank: int, size: int) -> None:
 def assert_nothing_open() -> None:
     assert function_mode_stack() == []
     assert boundary_module._open_calls.calls == []
-    assert view_module._stack.views == []
+    assert open_views._stack.views == []
     assert current_view() is None and attention_window() is None
 
 

@@ -15,8 +15,9 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from hp_mesh._torch import from_local
 from hp_mesh.mesh import init_device_mesh
+from hp_mesh.open_views import close_view, open_view
 from hp_mesh.testing import assert_close, count_collectives, randn, ranks
-from hp_mesh.view import View, close_view, open_view
+from hp_mesh.view import View
 from hp_mesh.window import AttentionWindow
 
 Op = Callable[..., Tensor]

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from hp_mesh import view as view_module
+from hp_mesh import handlers as registry
 from hp_mesh._torch import from_local
+from hp_mesh.handlers import register_handler
 from hp_mesh.mesh import init_device_mesh
+from hp_mesh.open_views import attention_window, close_view, open_view
 from hp_mesh.testing import assert_close, count_collectives, randn, ranks
-from hp_mesh.view import View, attention_window, close_view, open_view, register_handler
+from hp_mesh.view import View
 from hp_mesh.window import AttentionWindow
 
 L, P, H, K = 5, 3, 6, 7
@@ -66,7 +68,7 @@ def test_attention_window_answers_inside_only(is_local: bool) -> None:
 
 @pytest.fixture
 def handlers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(view_module, "_handlers", dict(view_module._handlers))
+    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
 
 
 @pytest.mark.usefixtures("handlers")

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from hp_cp.transformers.masks import MaskDescription, describe_mask
 from hp_cp.transformers.patterns import attend_without_mask
 from hp_mesh.checks import fail, require
-from hp_mesh.view import attention_window
+from hp_mesh.open_views import attention_window
 
 if TYPE_CHECKING:
     from hp_cp.transformers.call import GlobalCall

@@ -18,7 +18,7 @@ from transformers.masking_utils import causal_mask_function
 from hp_cp.packed import packed_attention
 from hp_cp.sliding import sliding_window_attention
 from hp_cp.windowed import Halo
-from hp_mesh.view import current_view
+from hp_mesh.open_views import current_view
 
 if TYPE_CHECKING:
     from hp_cp.transformers.call import GlobalCall

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hp_cp.sliding import sliding_window_attention
 from hp_mesh.handoff import Handoff
-from hp_mesh.view import attention_window
+from hp_mesh.open_views import attention_window
 from hp_tune.measured.request import LayerShape
 
 __all__ = ["Core", "DenseLayer", "DenseParts", "linear"]
