@@ -21,74 +21,31 @@ from hp_dsa import (
     DSAIndexerLossContextParallel,
     DSASparseAttentionContextParallel,
     init_device_mesh,
-    ops,
 )
+from hp_dsa.cores import IndexerLoss, SelectKeys, SparseAttention
 from hp_mesh import shard_sequence
 from hp_mesh.testing import assert_close, randn
 
 V32 = {"latent": 512, "rope": 64, "index_dim": 128, "hidden": 64, "heads": 2, "index_heads": 2}
 """DeepSeek-V3.2's widths of what travels; heads are few, since queries stay where they are."""
 TINY = {"latent": 48, "rope": 16, "index_dim": 32, "hidden": 96, "heads": 4, "index_heads": 4}
-TOPK = 48
+TOPK, SCALE = 48, 0.1
 
 
-class Indexer(nn.Module):
+class Indexer(SelectKeys):
     """Select keys, and count the pairs of row and visible key that this rank is handed."""
 
     pairs = 0
     seconds = 0.0
 
-    def forward(self, query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, weights: Tensor, ends: None = None) -> Tensor:
         """Return indices, ``[B, S, 1, K]``."""
         rows, keys = query.size(1), key.size(1)
         self.pairs += rows * (keys - rows) + rows * (rows + 1) // 2
         start = time.process_time()
-        indices, _ = ops.lightning_indexer(query, key, weights, sparse_count=TOPK)
+        indices = super().forward(query, key, weights)
         self.seconds += time.process_time() - start
-        return cast(Tensor, indices)
-
-
-class Core(nn.Module):
-    """Attention over the selected keys."""
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        topk_indices: Tensor,
-        query_rope: Tensor,
-        key_rope: Tensor,
-    ) -> Any:
-        """Return the output and the statistics of its softmax."""
-        return ops.sparse_flash_attention(
-            query, key, value, topk_indices, 0.1, query_rope=query_rope, key_rope=key_rope,
-            return_softmax_lse=True,
-        )  # fmt: skip
-
-
-class Loss(nn.Module):
-    """The indexer's loss, a sum over the rows."""
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        query_index: Tensor,
-        key_index: Tensor,
-        weights: Tensor,
-        topk_indices: Tensor,
-        softmax_max: Tensor,
-        softmax_sum: Tensor,
-        query_rope: Tensor,
-        key_rope: Tensor,
-    ) -> Tensor:
-        """Return the loss, ``[1]``."""
-        result = ops.sparse_lightning_indexer_kl_loss(
-            query, key, query_index, key_index, weights, topk_indices, softmax_max, softmax_sum,
-            0.1, query_rope=query_rope, key_rope=key_rope,
-        )  # fmt: skip
-        return cast(Tensor, result)
+        return indices
 
 
 class Layer(nn.Module):
@@ -107,7 +64,8 @@ class Layer(nn.Module):
         for seed, projection in enumerate(self.projections):
             weight = cast(Tensor, projection.weight)
             weight.data.copy_(randn(*weight.shape, seed=seed) * sizes["hidden"] ** -0.5)
-        self.indexer, self.core, self.loss = Indexer(), Core(), Loss()
+        self.indexer = Indexer("BSND", TOPK)
+        self.core, self.loss = SparseAttention("BSND", SCALE), IndexerLoss("BSND", SCALE)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output, ``[B, S, N, latent]``, and the loss, for ``[B, S, hidden]``."""
@@ -150,7 +108,7 @@ def indexed(rank: int, P: int, length: int, balanced: bool) -> tuple[int, float]
     """Return the pairs that this rank's indexer is handed, and the CPU seconds they take."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (P,), mesh_dim_names=("cp",))
-    indexer = Indexer()
+    indexer = Indexer("BSND", TOPK)
     style = DSAIndexerContextParallel(load_balance=balanced, use_local_input=True)
     style.apply(indexer, mesh)
     order: Any = "head_tail" if balanced else "contiguous"

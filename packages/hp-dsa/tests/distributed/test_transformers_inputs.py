@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hp_dsa import init_device_mesh
+from hp_dsa.cores import SelectKeys, SparseAttention
 from hp_mesh import next_token_labels, shard_sequence
 from hp_mesh.testing import assert_close, ranks
 
 pytest.importorskip("transformers", reason="the extra is not installed")
 
 from hp_dsa.transformers import indexer_loss, prepare_model, restore_model
-from hp_dsa.transformers.cores import SelectKeys, SparseAttention
 
 from ._tiny import IDS, MODULES, B, S, build, exact, formula_loss, lm_loss, watch
 

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from hp_comm import preflight
 from hp_dsa.boundary import DSABoundary
+from hp_dsa.cores import SparseAttention
 from hp_dsa.transformers import _refusals
-from hp_dsa.transformers.cores import SparseAttention
 from hp_mesh.boundary import boundary_of
 from hp_mesh.checks import fail
 from hp_mesh.sequence import Order, position_ids

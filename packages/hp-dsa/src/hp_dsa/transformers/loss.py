@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hp_comm import global_loss
+from hp_dsa.cores import IndexerLoss
 from hp_dsa.loss import normalize_loss
 from hp_dsa.transformers.call import KEYWORD, ModelCall, last_call
-from hp_dsa.transformers.cores import IndexerLoss
 from hp_mesh.checks import fail, require
 from hp_mesh.sequence import next_token_labels, shard_sequence
 

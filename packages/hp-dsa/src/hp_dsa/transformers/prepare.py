@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
+from hp_dsa import cores
 from hp_dsa.plan import make_plan
-from hp_dsa.transformers import attention, cores
+from hp_dsa.transformers import attention
 from hp_dsa.transformers._source import check_source as check_source_of
 from hp_dsa.transformers._styles import apply_styles, remove_styles
 from hp_dsa.transformers.call import DIVISOR, enter_model, leave_model

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from hp_dsa import ops
+from hp_dsa.cores import IndexerLoss, SelectKeys, SparseAttention
 from hp_mesh.handoff import Handoff
 from hp_tune.measured.dense import linear
 from hp_tune.measured.request import LayerShape
@@ -36,67 +34,6 @@ class SparseParts(nn.Module):
         self.index_weights = linear(hidden, shape.index_heads, like)
 
 
-class _Indexer(nn.Module):
-    def __init__(self, shape: LayerShape, layout: str) -> None:
-        super().__init__()
-        self.shape, self.layout = shape, layout
-
-    def forward(self, query: Tensor, key: Tensor, weights: Tensor, **lengths: Any) -> Any:
-        indices, _ = ops.lightning_indexer(
-            query, key, weights, layout_query=self.layout, layout_key=self.layout,
-            sparse_count=self.shape.index_topk or 1, **lengths,
-        )  # fmt: skip
-        return indices
-
-
-class _Attention(nn.Module):
-    def __init__(self, shape: LayerShape, layout: str) -> None:
-        super().__init__()
-        self.shape, self.layout = shape, layout
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        topk_indices: Tensor,
-        query_rope: Tensor,
-        key_rope: Tensor,
-        **lengths: Any,
-    ) -> Any:
-        return ops.sparse_flash_attention(
-            query, key, value, topk_indices, self.shape.head_size**-0.5,
-            query_rope=query_rope, key_rope=key_rope, layout_query=self.layout,
-            layout_kv=self.layout, attention_mode=2, return_softmax_lse=True, **lengths,
-        )  # fmt: skip
-
-
-class _Loss(nn.Module):
-    def __init__(self, shape: LayerShape, layout: str) -> None:
-        super().__init__()
-        self.shape, self.layout = shape, layout
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        query_index: Tensor,
-        key_index: Tensor,
-        weights: Tensor,
-        topk_indices: Tensor,
-        softmax_max: Tensor,
-        softmax_sum: Tensor,
-        query_rope: Tensor,
-        key_rope: Tensor,
-        **lengths: Any,
-    ) -> Any:
-        return ops.sparse_lightning_indexer_kl_loss(
-            query, key, query_index, key_index, weights, topk_indices, softmax_max, softmax_sum,
-            self.shape.head_size**-0.5, query_rope=query_rope, key_rope=key_rope,
-            layout=self.layout, **lengths,
-        )  # fmt: skip
-
-
 class SparseLayer(nn.Module):
     """One layer under one configuration.
 
@@ -109,9 +46,10 @@ class SparseLayer(nn.Module):
         super().__init__()
         self.parts = parts
         self.layout = "TND" if layout == "TND" else "BSND"
-        self.indexer = _Indexer(parts.shape, self.layout)
-        self.attention = _Attention(parts.shape, self.layout)
-        self.loss = _Loss(parts.shape, self.layout)
+        scale = parts.shape.head_size**-0.5
+        self.indexer = SelectKeys(self.layout, parts.shape.index_topk or 1)
+        self.attention = SparseAttention(self.layout, scale)
+        self.loss = IndexerLoss(self.layout, scale)
         names = ("latent", "rope", "index_key")
         self.handoffs = nn.ModuleDict({name: Handoff() for name in names})
 
@@ -136,30 +74,23 @@ class SparseLayer(nn.Module):
         query = torch.einsum("...hn,lhn->...hl", q, k_up)
         index_query = parts.index_query(source.detach()).unflatten(-1, (shape.index_heads, -1))
         weights = parts.index_weights(hidden)
+        ends = [total] if self.layout == "TND" else None
 
         if shape.has_indexer:
-            lengths = self._lengths("actual_seq_lengths_query", "actual_seq_lengths_key", total, x)
-            indices = self.indexer(index_query, index_key, weights, **lengths)
+            indices = self.indexer(index_query, index_key, weights, ends)
         else:
             indices = self._given(x, positions)
-        lengths = self._lengths("actual_seq_lengths_query", "actual_seq_lengths_kv", total, x)
         out, top, summed = self.attention(
-            query, latent, latent, indices, query_rope, key_rope, **lengths
+            query, latent, latent, indices, query_rope, key_rope, ends
         )
         loss = None
         if shape.has_indexer:
-            lengths = self._lengths("actual_seq_qlen", "actual_seq_klen", total, x)
             loss = self.loss(
                 query.detach(), latent.detach(), index_query, index_key, weights, indices,
-                top, summed, query_rope=query_rope.detach(), key_rope=key_rope.detach(), **lengths,
+                top, summed, query_rope.detach(), key_rope.detach(), ends,
             )  # fmt: skip
         v_up = parts.v_up.weight.view(H, shape.v_head_size, parts.latent)
         return parts.o_proj(torch.einsum("...hl,hvl->...hv", out, v_up).flatten(-2)), loss
-
-    def _lengths(self, query: str, key: str, total: int, x: Tensor) -> dict[str, Any]:
-        if self.layout != "TND":
-            return {}
-        return {query: [total], key: torch.tensor([total], dtype=torch.int32, device=x.device)}
 
     def _given(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return what another layer's indexer might have chosen: keys spread over the past."""

@@ -1,4 +1,4 @@
-"""The three boundaries of a layer, as modules that a style can be applied to.
+"""The three boundaries of a DSA layer, as modules that a style can be applied to.
 
 No parameters and no state: each calls its operator as one does on one device. ``ends`` are the
 cumulative ends of packed documents (``"TND"``) in the whole sequence, None for ``"BSND"``.
@@ -51,7 +51,7 @@ class SelectKeys(_Core):
 class SparseAttention(_Core):
     """Attention in the latent, over the selected keys, or over all that a row sees (``dense``)."""
 
-    def __init__(self, layout: str, scale: float, dense: bool) -> None:
+    def __init__(self, layout: str, scale: float, dense: bool = False) -> None:
         super().__init__(layout)
         self.scale, self.dense = scale, dense
 
