@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
@@ -71,6 +72,15 @@ class GlobalCall:
         if given.shape[-1] == self.global_length:
             return given
         return _gather(given, self.group)
+
+    def targets(self, labels: Tensor, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+        """Return the next token of each of this rank's, ``[B, S/P]``, for the loss."""
+        if shift_labels is None:
+            shifted = F.pad(self.whole(labels), (0, 1), value=ignore_index)[:, 1:]
+            return self.cut(shifted)
+        if shift_labels.shape[-1] == self.global_length:
+            return self.cut(shift_labels)
+        return shift_labels
 
 
 def enter_model(

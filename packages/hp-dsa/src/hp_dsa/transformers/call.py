@@ -25,7 +25,7 @@ from hp_dsa.cores import SparseAttention
 from hp_dsa.transformers import _refusals
 from hp_mesh.boundary import boundary_of
 from hp_mesh.checks import fail
-from hp_mesh.sequence import Order, position_ids
+from hp_mesh.sequence import Order, next_token_labels, position_ids, shard_sequence
 
 __all__ = ["DIVISOR", "KEYWORD", "ModelCall", "enter_model", "last_call", "leave_model"]
 
@@ -104,6 +104,15 @@ class ModelCall:
             device=device,
         )
         return found[None]
+
+    def targets(self, labels: Tensor, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+        """Return the next token of each of this rank's, ``[B, S/P]``, for the loss."""
+        cp = (self.rank, self.cp_size)
+        if shift_labels is None:
+            return next_token_labels(labels, cp, ignore_index=ignore_index, order=self.order)
+        if shift_labels.shape[-1] == self.global_length:
+            return shard_sequence(shift_labels, cp, order=self.order)
+        return shift_labels
 
 
 def last_call(model: nn.Module) -> ModelCall | None:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hp_comm import global_loss
+from hp_comm.causal_loss import CausalLoss
 from hp_dsa.cores import IndexerLoss
 from hp_dsa.loss import normalize_loss
-from hp_dsa.transformers.call import KEYWORD, ModelCall, last_call
+from hp_dsa.transformers.call import KEYWORD, last_call
 from hp_mesh.checks import fail, require
-from hp_mesh.sequence import next_token_labels, shard_sequence
 
 __all__ = ["GlobalCausalLoss", "indexer_loss"]
-
-LossFunction = Callable[..., Tensor]
 
 
 def indexer_loss(
@@ -80,70 +73,12 @@ def indexer_loss(
     return normalize_loss(summed, total, gradient_divisor=divisor)
 
 
-class GlobalCausalLoss:
+class GlobalCausalLoss(CausalLoss):
     """A causal LM's ``loss_function`` that knows when its logits are a shard.
 
     Takes the loss function that the model had, which still serves calls on one device, and by how
-    much the reduction of gradients divides (see `prepare_model`).
+    much the reduction of gradients divides (see `prepare_model`). Labels are those of the whole
+    sequence, ``[B, S]``.
     """
 
-    def __init__(self, stock: LossFunction, gradient_divisor: int | None = None) -> None:
-        self.stock = stock
-        self.gradient_divisor = gradient_divisor
-
-    def __call__(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        vocab_size: int,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """Return the loss of the whole sequence, the same value on every rank.
-
-        Its gradient is this rank's part, times ``gradient_divisor``.
-
-        Args:
-            logits: ``[B, S/P, V]``. The loss is computed in float32 at least.
-            labels: ``[B, S]``, not shifted; ignored if ``shift_labels`` is given.
-            vocab_size: ``V``.
-            num_items_in_batch: What the sum is divided by, counted over the whole sequence (and
-                over accumulated micro-batches); None counts the targets of this call.
-            ignore_index: Label of a token without a target.
-            shift_labels: ``[B, S/P]`` or ``[B, S]``, shifted on the whole sequence.
-            **options: Other keywords of the model call.
-        """
-        call: ModelCall | None = options.pop(KEYWORD, None)
-        if call is None or call.group is None:
-            return self.stock(
-                logits=logits,
-                labels=labels,
-                vocab_size=vocab_size,
-                num_items_in_batch=num_items_in_batch,
-                ignore_index=ignore_index,
-                shift_labels=shift_labels,
-                **options,
-            )
-        cp = (call.rank, call.cp_size)
-        targets = shift_labels
-        if targets is None:
-            targets = next_token_labels(labels, cp, ignore_index=ignore_index, order=call.order)
-        elif targets.shape[-1] == call.global_length:
-            targets = shard_sequence(targets, cp, order=call.order)
-        targets = targets.reshape(-1).to(logits.device)
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        token_losses = F.cross_entropy(
-            wide.reshape(-1, vocab_size), targets, ignore_index=ignore_index, reduction="none"
-        )
-        total = num_items_in_batch
-        if total is not None:
-            total = torch.as_tensor(total, device=logits.device)
-        return global_loss(
-            token_losses,
-            call.group,
-            weights=targets != ignore_index,
-            total=total,
-            gradient_divisor=self.gradient_divisor,
-        )
+    keyword = KEYWORD
