@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from hp_comm import merge_head_tail, split_head_tail
 from hp_cp.call import Call, refuse_inner_hooks
 from hp_cp.core_boundary import CPBoundary
+from hp_cp.hand_over import describe_view, hand_over, wrap
 from hp_cp.inputs import Inputs
 from hp_cp.output import OutputDims
 from hp_mesh.arguments import read_slots, replace_slots
@@ -63,9 +64,9 @@ class BalancedBoundary(CPBoundary):
         inputs = self._agree(args, kwargs)
         q, k, v = self._send(inputs)
         head, tail = split_head_tail(q, self._mirrors, seq_dim=inputs.dims[0])
-        view = self._view(inputs)
-        args, kwargs = self._hand_over(args, kwargs, inputs, view, (head, k, v))
-        call = _BalancedCall(args, kwargs, view, inputs, tail=self._wrap(tail, 0, inputs, view))
+        view = describe_view(self, inputs)
+        args, kwargs = hand_over(self, args, kwargs, inputs, view, (head, k, v))
+        call = _BalancedCall(args, kwargs, view, inputs, tail=wrap(self, tail, 0, inputs, view))
         call.versions = [_version(x) for x in read_slots(args, kwargs, inputs.slots)[1:]]
         self._forget(call, inputs, (k, v), args, kwargs)
         return call
@@ -75,7 +76,7 @@ class BalancedBoundary(CPBoundary):
         return self.plan.balance_option.removesuffix("=True")
 
     def _view_length(self, inputs: Inputs) -> int:
-        return self._length(inputs) // 2
+        return self.length(inputs) // 2
 
     def _leave(self, module: nn.Module, entry: Call, output: Any) -> Any:
         """Run the second half, trade its output back, and join the halves."""
@@ -84,7 +85,7 @@ class BalancedBoundary(CPBoundary):
         with entry.view.paused():
             self._map(entry, output, lambda x: heads.append(self._take(entry, x)))
         self._refuse_writes(entry)
-        _, entry.view.window = self.plan.rows(self.rank, self._length(entry.inputs))
+        _, entry.view.window = self.plan.rows(self.rank, self.length(entry.inputs))
         args, kwargs = replace_slots(entry.args, entry.kwargs, entry.inputs.slots[:1], [entry.tail])
         second = module.forward(*args, **kwargs)
         queue = iter(heads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,25 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from hp_comm import gather_seq, head_to_seq, preflight, seq_to_head
 from hp_cp.call import Call
-from hp_cp.inputs import LABELS, Inputs, advise, read_inputs
+from hp_cp.hand_over import describe_view, hand_over
+from hp_cp.inputs import Inputs, advise, read_inputs
 from hp_cp.kv_refetch import GatheredKV
 from hp_cp.output import OutputDims, output_dims
 from hp_cp.plan import Plan
-from hp_cp.prepared import done, without_works
-from hp_cp.windowed import Halo
-from hp_mesh._torch import from_local
-from hp_mesh.arguments import map_outputs, read_slots, replace_slots
+from hp_cp.prepared import done
+from hp_mesh.arguments import map_outputs, read_slots
 from hp_mesh.boundary import Boundary
-from hp_mesh.checks import fail
 from hp_mesh.mesh import flatten_mesh, require_ascending, split_cp_mesh
-from hp_mesh.placement import compose
-from hp_mesh.streamed import Streamed
-from hp_mesh.view import View
-from hp_mesh.window import AttentionWindow
 
 if TYPE_CHECKING:
     from hp_cp.style import ContextParallel
@@ -114,8 +107,8 @@ class CPBoundary(Boundary[Call]):
         """Select q, k, v; check; compare with the other ranks; send; wrap; describe the view."""
         inputs = self._agree(args, kwargs)
         q, k, v = self._send(inputs)
-        view = self._view(inputs)
-        args, kwargs = self._hand_over(args, kwargs, inputs, view, (q, k, v))
+        view = describe_view(self, inputs)
+        args, kwargs = hand_over(self, args, kwargs, inputs, view, (q, k, v))
         call = Call(args, kwargs, view, inputs)
         self._forget(call, inputs, (k, v), args, kwargs)
         return call
@@ -139,68 +132,13 @@ class CPBoundary(Boundary[Call]):
         with entry.view.paused():
             return self._map(entry, output, lambda x: self._restore(entry, *self._return(entry, x)))
 
-    def _view(self, inputs: Inputs) -> View:
-        """Describe what the first call of the module computes on this rank."""
-        mesh, placements = compose(
-            inputs.layouts[0], self.cp_mesh, self._cp_placements(0, inputs), self.where
-        )
-        first = mesh.ndim - self.cp_mesh.ndim
-        return View(
-            mesh=mesh,
-            cp_axes=tuple(range(first, mesh.ndim)),
-            window=self._window(inputs),
-            query_placements=placements,
-            heads=inputs.table.query[self.rank % self.plan.ulysses_degree],
-            num_heads=inputs.num_heads,
-            is_local=self.style.use_local_input,
-            is_balanced=self.plan.load_balance,
-            where=self.where,
-            head_axis=mesh.ndim - 1 if self.plan.ulysses_degree > 1 else None,
-            streamed=self._streamed(first) if self.streams_kv else None,
-        )
-
-    def _window(self, inputs: Inputs) -> AttentionWindow:
-        """Return this rank's rows; of k and v it sees the whole sequence, which may be another."""
-        window = self.plan.rows(self.rank, self._length(inputs))[0]
-        if not inputs.is_cross:
-            return window
-        keys = inputs.locals[1].size(inputs.dims[0])
-        if not inputs.kv_is_whole:
-            keys *= self.plan.cp_size
-        return dataclasses.replace(window, key_length=keys)
-
-    def _streamed(self, axis: int) -> Streamed:
-        """Return how attention takes k and v over mesh axis ``axis``."""
-        assert self.colossal_group is not None, "there is something to ask for"
-        count, window, sinks = (
-            self.style.kv_chunks,
-            self.style.sliding_window,
-            self.style.sink_tokens,
-        )
-        if window is None:
-            return Streamed(axis, self.colossal_group, count, f"kv_chunks={count}", self.where)
-        option = f"sliding_window={window}" + f", sink_tokens={sinks}" * (sinks > 0)
-        return Halo(axis, self.colossal_group, 1, option, self.where, window, sinks)
-
-    def _length(self, inputs: Inputs) -> int:
+    def length(self, inputs: Inputs) -> int:
         """Return the global sequence length."""
         return inputs.locals[0].size(inputs.dims[0]) * self.plan.cp_size
 
     def _view_length(self, inputs: Inputs) -> int:
         """Return the length of the sequence of q inside the boundary."""
-        return self._length(inputs)
-
-    def _hand_over(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: Inputs,
-        view: View,
-        tensors: Sequence[Tensor],
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the call with q, k and v as the module is to see them."""
-        wrapped = [self._wrap(x, i, inputs, view) for i, x in enumerate(tensors)]
-        return replace_slots(args, without_works(kwargs), inputs.slots, wrapped)
+        return self.length(inputs)
 
     def _agree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Return the checked inputs, or raise what any rank found wrong, on all of them."""
@@ -302,32 +240,6 @@ class CPBoundary(Boundary[Call]):
             return None
         place = self.rank % self.plan.ulysses_degree
         return torch.tensor(table[place], device=inputs.locals[1].device)
-
-    def _cp_placements(self, which: int, inputs: Inputs) -> list[Placement]:
-        """Return the placements of q (0), k or v on the CP mesh, inside the boundary."""
-        seq_dim, head_dim = inputs.dims
-        is_cut = which == 0 or self.streams_kv
-        rows: Placement = Shard(seq_dim) if is_cut else Replicate()
-        if self.plan.mode == "hybrid":
-            return [rows, Shard(head_dim)]
-        return [Shard(head_dim)] if self.plan.mode == "ulysses" else [rows]
-
-    def _wrap(self, local: Tensor, which: int, inputs: Inputs, view: View) -> Tensor:
-        if self.style.use_local_input:
-            return local
-        mesh, placements = compose(
-            inputs.layouts[which], self.cp_mesh, self._cp_placements(which, inputs), self.where
-        )
-        if mesh != view.mesh:
-            raise fail(
-                self.where,
-                f"{LABELS[which]} on {mesh} must lie on the same axes as q ({view.mesh})",
-                "lay out q, k and v alike over the axes that are not CP",
-            )
-        wrapped = from_local(local, mesh, placements, view.partial_grads(placements))
-        if which > 0 and view.streamed is not None:
-            view.streamed.mark(wrapped)
-        return wrapped
 
     def _map(
         self,

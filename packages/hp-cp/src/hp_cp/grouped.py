@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hp_comm import Handle, gather_seq, head_to_seq, seq_to_head
 from hp_cp.call import Call, refuse_inner_hooks
 from hp_cp.core_boundary import CPBoundary
+from hp_cp.hand_over import describe_view, hand_over
 from hp_cp.inputs import Inputs
 from hp_cp.output import OutputDims
 from hp_cp.prepared import done
@@ -141,7 +142,9 @@ class GroupedBoundary(CPBoundary):
         groups = [_Group(self, part) for part in self._split(inputs)]
         for group in groups[: 1 + self._ahead]:
             group.start()
-        return _GroupedCall(args, kwargs, self._view(groups[0].inputs), inputs, groups=groups)
+        return _GroupedCall(
+            args, kwargs, describe_view(self, groups[0].inputs), inputs, groups=groups
+        )
 
     @property
     def _ahead(self) -> int:
@@ -177,7 +180,7 @@ class GroupedBoundary(CPBoundary):
             entry.view.heads, entry.view.num_heads = self._place(entry.inputs, index, count)
             entry.view.head_group = (index, count)
             inputs = groups[index].inputs
-            args, kwargs = self._hand_over(entry.args, entry.kwargs, inputs, entry.view, tensors)
+            args, kwargs = hand_over(self, entry.args, entry.kwargs, inputs, entry.view, tensors)
             self._forget(entry, inputs, tensors[1:], args, kwargs)
         return args, kwargs
 

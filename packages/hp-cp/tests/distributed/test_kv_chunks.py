@@ -19,7 +19,7 @@ from hp_cp import (
     init_device_mesh,
     sliding_window_attention,
 )
-from hp_cp.attention import streamed
+from hp_cp.attention import parts, streamed
 from hp_mesh.testing import assert_close, count_collectives, peak_memory, randn, ranks
 
 from ._compare import Case, compare, reference
@@ -240,7 +240,7 @@ def test_the_next_part_is_on_its_way_before_a_part_is_attended(
 ) -> None:
     """Forward and backward: start 0, start 1, attend 0, start 2, attend 1, ..."""
     order: list[str] = []
-    gather, attend = streamed.gather_seq, streamed._Stream.blocks
+    gather, attend = parts.gather_seq, streamed._Stream.blocks
 
     def starts(*args: Any, **kwargs: Any) -> Any:
         order.append("start")
@@ -250,7 +250,7 @@ def test_the_next_part_is_on_its_way_before_a_part_is_attended(
         order.append("attend")
         return attend(*args)
 
-    monkeypatch.setattr(streamed, "gather_seq", starts)
+    monkeypatch.setattr(parts, "gather_seq", starts)
     monkeypatch.setattr(streamed._Stream, "blocks", attends)
 
     def run(rank: int) -> None:

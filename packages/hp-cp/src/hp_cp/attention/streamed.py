@@ -26,20 +26,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from hp_comm import Handle, gather_seq
-from hp_comm.reductions import scatter_seq_given
 from hp_cp.attention import _flash_cpu
 from hp_cp.attention.blocks import Block, by_runs, causal_blocks, key_runs, slices_of
 from hp_cp.attention.inputs import prepare
 from hp_cp.attention.masks import cut_mask
+from hp_cp.attention.parts import Prefetch, ShardSums, rows_of
 from hp_cp.attention.tiled import TileJob, attend_tiles, tile_gradients, without_autocast
 from hp_cp.gathers import backward_parts
 from hp_mesh.checks import require
 from hp_mesh.window import AttentionWindow, Range
 
 __all__ = ["streamed_attention"]
-
-_SEQ = 2  # of [B, H, S, D]
 
 
 def streamed_attention(
@@ -163,13 +160,13 @@ class _Stream:
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         total = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=wide)
         base, norm = (q.new_zeros(*q.shape[:-1], 1, dtype=wide) for _ in range(2))
-        keys = _Prefetch(self.group, slices_of(self.shard, self.parts), k, v)
+        keys = Prefetch(self.group, slices_of(self.shard, self.parts), k, v)
         try:
             for rows in keys.slices:
                 part, seen = keys.take(), self.mask_of(mask, rows)
                 for block in self.blocks(rows):
-                    found = self._attend(_rows(q, block.rows), *part, seen, block)
-                    _merge([_rows(x, block.rows) for x in (total, base, norm)], found)
+                    found = self._attend(rows_of(q, block.rows), *part, seen, block)
+                    _merge([rows_of(x, block.rows) for x in (total, base, norm)], found)
                     del found
                 del part  # before the next but one is asked for
         finally:
@@ -195,19 +192,19 @@ class _Stream:
         dq = torch.zeros_like(q, dtype=norm.dtype)
         dk, dv = (torch.empty_like(x) if needed else None for x in (k, v))
         count = backward_parts(self.parts, self.shard)
-        keys = _Prefetch(self.group, slices_of(self.shard, count), k, v)
-        sums = _Sums(self.group, [x for x in (dk, dv) if x is not None])
+        keys = Prefetch(self.group, slices_of(self.shard, count), k, v)
+        sums = ShardSums(self.group, [x for x in (dk, dv) if x is not None])
         try:
             for rows in keys.slices:
                 part, seen = keys.take(), self.mask_of(mask, rows)
                 share = sums.begin(part)
                 # run by run: what a kernel returns is no larger than a rank's share of the part
                 for block in by_runs(self.blocks(rows), rows[1] - rows[0]):
-                    mine = [_rows(x, block.rows) for x in (grad, q, out, base, norm)]
+                    mine = [rows_of(x, block.rows) for x in (grad, q, out, base, norm)]
                     found = self._gradients(mine, *part, seen, block)
-                    _rows(dq, block.rows).add_(found[0])
+                    rows_of(dq, block.rows).add_(found[0])
                     for index, whole in enumerate(share):
-                        _rows(whole, block.keys).add_(found[1 + index])
+                        rows_of(whole, block.keys).add_(found[1 + index])
                     del found
                 del part
                 sums.end(rows, share)
@@ -235,7 +232,7 @@ class _Stream:
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, block: Block
     ) -> tuple[Tensor, Tensor, Tensor]:
-        k, v = _rows(k, block.keys), _rows(v, block.keys)
+        k, v = rows_of(k, block.keys), rows_of(v, block.keys)
         if self.fused:
             out, lse = _flash_cpu.attend(q, k, v, causal=block.causal, scale=self.scale)
             lse = lse.unsqueeze(-1)
@@ -246,7 +243,7 @@ class _Stream:
         self, mine: Sequence[Tensor], k: Tensor, v: Tensor, mask: Tensor | None, block: Block
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad, q, out, base, norm = mine
-        k, v = _rows(k, block.keys), _rows(v, block.keys)
+        k, v = rows_of(k, block.keys), rows_of(v, block.keys)
         if self.fused:
             lse = (base + norm.log()).squeeze(-1)
             return _flash_cpu.attend_backward(
@@ -258,87 +255,6 @@ class _Stream:
 
     def _job(self, q: Tensor, k: Tensor, block: Block) -> TileJob:
         return TileJob.of(q, k, 0 if block.causal else None, self.scale)
-
-
-class _Prefetch:
-    """The parts of K and V in order, each gathered while the one before it is at work.
-
-    Attributes:
-        slices: The rows of each shard that the parts hold.
-    """
-
-    def __init__(
-        self, group: ProcessGroup, slices: tuple[Range, ...], k: Tensor, v: Tensor
-    ) -> None:
-        self.slices = slices
-        self._group, self._shards = group, (k, v)
-        self._left = list(slices)
-        self._next: Handle[tuple[Tensor, ...]] | None = None
-        self._start()
-
-    def take(self) -> tuple[Tensor, Tensor]:
-        """Return the next part, ``[B, Hkv, P rows, D]``, and start the gather of the one behind."""
-        handle, self._next = self._next, None
-        assert handle is not None, "there are as many parts as slices"
-        k, v = handle.wait()
-        self._start()
-        return k, v
-
-    def drop(self) -> None:
-        """Finish what is in flight after an error: the other ranks take part in it."""
-        if self._next is not None:
-            self._next.wait()
-            self._next = None
-
-    def _start(self) -> None:
-        if self._left:
-            rows = self._left.pop(0)
-            self._next = gather_seq(
-                [_rows(x, rows) for x in self._shards],
-                self._group,
-                seq_dim=_SEQ,
-                dense=False,  # rows first, as it arrives: no second copy of a part
-                async_op=True,
-            )
-
-
-class _Sums:
-    """The gradients of the shards of k and v: each part is summed over the ranks behind the next.
-
-    Args:
-        group: The ranks.
-        shards: Take the gradients, ``[B, Hkv, S/P, D]``; none if nobody wants them.
-    """
-
-    def __init__(self, group: ProcessGroup, shards: list[Tensor]) -> None:
-        self._group, self._shards = group, shards
-        self._sent: tuple[Range, Handle[tuple[Tensor, ...]]] | None = None
-
-    def begin(self, part: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Return zeros for this rank's share of one part, laid out for the wire."""
-        if not self._shards:
-            return ()
-        return tuple(
-            x.new_zeros(x.shape[_SEQ], *x.shape[:_SEQ], x.shape[-1]).movedim(0, _SEQ) for x in part
-        )
-
-    def end(self, rows: Range, share: tuple[Tensor, ...]) -> None:
-        """Send the share of a part, and take what came of the one before."""
-        self.drop()
-        if share:
-            given = [x.movedim(_SEQ, 0) for x in share]
-            self._sent = rows, scatter_seq_given(given, self._group, seq_dim=0)
-
-    def drop(self) -> None:
-        """Take what is in flight."""
-        if self._sent is not None:
-            (rows, handle), self._sent = self._sent, None
-            for shard, summed in zip(self._shards, handle.wait(), strict=True):
-                _rows(shard, rows).copy_(summed.movedim(0, _SEQ))
-
-
-def _rows(x: Tensor, rows: Range) -> Tensor:
-    return x[:, :, rows[0] : rows[1]]
 
 
 def _columns(mask: Tensor | None, keys: Range) -> Tensor | None:
