@@ -25,10 +25,10 @@ from hp_cp.unwrap import (
     beside_scores,
     block_seed,
     keys_beside,
-    local_mask,
     on_mesh,
     query_window,
     rows_beside,
+    sdpa_of_rows,
     shard_range,
 )
 from hp_cp.varlen import register_varlen
@@ -86,23 +86,10 @@ def _sdpa(
             return windowed_sdpa(view, view.streamed, tensors, mask, given, where)
         return streamed_sdpa(view, view.streamed, tensors, mask, given, where)
     q, k, v = (on_mesh(view, t) for t in tensors)
-    seq_dim, head_dim = q.ndim - 2, q.ndim - 3 if q.ndim > 2 else None
-    placements, grads = tuple(q.placements), view.partial_grads(q.placements)
-    result = window_sdpa(
-        to_local(q, grads),
-        keys_beside(view, k, q, seq_dim, where),
-        keys_beside(view, v, q, seq_dim, where),
-        query_window(view, q, seq_dim, k.size(-2)),
-        attn_mask=local_mask(view, mask, q, head_dim),
-        heads=None
-        if head_dim is None
-        else shard_range(view.mesh, placements, head_dim, q.size(head_dim)),
-        num_heads=None if head_dim is None else q.size(head_dim),
-        dropout_seed=block_seed(view, placements, given["dropout_p"]),
-        where=where,
-        **given,
-    )
-    return from_local(result, view.mesh, placements, grads)
+    seq_dim = q.ndim - 2
+    window = query_window(view, q, seq_dim, k.size(-2))
+    keys, values = (keys_beside(view, x, q, seq_dim, where) for x in (k, v))
+    return sdpa_of_rows(view, q, keys, values, window, mask, given, where)
 
 
 def _local_sdpa(

@@ -7,10 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hp_cp.attention import window_sdpa
-from hp_cp.unwrap import block_seed, local_mask, on_mesh, query_window, shard_range
+from hp_cp.unwrap import on_mesh, query_window, sdpa_of_rows
 from hp_cp.windowed import Halo, check_mask, fetch_keys, halo_of, rows_of_mask
-from hp_mesh._torch import from_local, to_local
 from hp_mesh.checks import fail
 from hp_mesh.view import View
 from hp_mesh.window import AttentionWindow
@@ -58,21 +56,6 @@ def windowed_sdpa(
     check_mask(halo, mask, length, where)
     k, v, spans = fetch_keys(view, halo, q, key, value, seq_dim, where)
     rows = rows_of_mask(mask, window.query_start, window.query_length, spans)
-    head_dim = q.ndim - 3 if q.ndim > 2 else None
-    placements, grads = tuple(q.placements), view.partial_grads(q.placements)
-    result = window_sdpa(
-        to_local(q, grads),
-        k,
-        v,
-        # the mask says everything: these rows of these keys are a whole of their own
-        AttentionWindow(0, window.query_length, spans.length, window.query_length),
-        attn_mask=local_mask(view, rows, q, head_dim),
-        heads=None
-        if head_dim is None
-        else shard_range(view.mesh, placements, head_dim, q.size(head_dim)),
-        num_heads=None if head_dim is None else q.size(head_dim),
-        dropout_seed=block_seed(view, placements, given["dropout_p"]),
-        where=where,
-        **given,
-    )
-    return from_local(result, view.mesh, placements, grads)
+    # the mask says everything: these rows of these keys are a whole of their own
+    window = AttentionWindow(0, window.query_length, spans.length, window.query_length)
+    return sdpa_of_rows(view, q, k, v, window, rows, given, where)
