@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from hp_comm import traffic
 from hp_cp import AsyncContextParallel, ContextParallel, init_device_mesh, make_plan
@@ -165,6 +166,8 @@ def compare(
 ) -> Sent:
     """Assert output, every gradient and the traffic of ``core()`` under ``case``.
 
+    The gradients of parameters must sum over the ranks to the unsharded one.
+
     Args:
         rank: CP rank.
         case: Degrees, layout and sizes.
@@ -182,7 +185,8 @@ def compare(
     """
     whole = case.qkv()
     up = case.upstream() if upstream is None else upstream
-    expected, grads = reference(core(), [*whole, *extra], up, call)
+    plain = core()
+    expected, grads = reference(plain, [*whole, *extra], up, call)
     module = applied
     if module is None:
         module = core()
@@ -199,11 +203,18 @@ def compare(
     for name, x, full in zip("qkv", local, grads[:3], strict=True):
         assert full is not None, f"d{name} of the reference"
         assert_close(x.grad, case.local(full, rank), kind="grad", name=f"d{name}")
-    for i, (x, full) in enumerate(zip(beside, grads[3:], strict=True)):
+    shares = {
+        f"extra {i}": (x, full) for i, (x, full) in enumerate(zip(beside, grads[3:], strict=True))
+    }
+    shares |= {
+        name: (x, full.grad)
+        for (name, x), full in zip(module.named_parameters(), plain.parameters(), strict=True)
+    }
+    for name, (x, full) in shares.items():
         if full is not None:
             share = torch.zeros_like(x) if x.grad is None else x.grad.clone()
             torch.distributed.all_reduce(share)
-            assert_close(share, full, kind="grad", name=f"gradient of extra {i}")
+            assert_close(share, full, kind="grad", name=f"gradient of {name}")
     by_kind = {k: n for k, n in sent.summary().items() if k != "preflight"}
     if check_traffic:
         seen = {k: (counted.count(k), counted.bytes(k)) for k in counted.summary()}
@@ -211,3 +222,33 @@ def compare(
         predicted = case.predicted(rank, **{n: options[n] for n in sending if n in options})
         assert seen == by_kind == predicted, f"{seen} counted, {by_kind} sent, {predicted} planned"
     return Sent(counted, by_kind)
+
+
+def compare_under_tensor_parallel(
+    rank: int, case: Case, core: Callable[[], nn.Module], tp_size: int, **options: Any
+) -> None:
+    """Assert output and gradients where q, k and v are DTensors, their heads cut over another axis.
+
+    Args:
+        rank: Rank of ``tp_size * case.P``.
+        case: Degrees and sizes of CP, in a layout with heads in dim 2.
+        core: Makes the attention module.
+        tp_size: Over how many ranks heads are cut before they come.
+        options: More arguments of the style.
+    """
+    root = init_device_mesh("cpu", (tp_size, case.P), mesh_dim_names=("tp", "cp"))
+    tp, cp = root.get_local_rank("tp"), root.get_local_rank("cp")
+
+    def cut(x: Tensor) -> Tensor:
+        return case.local(x.chunk(tp_size, 2)[tp], cp)
+
+    whole = case.qkv()
+    expected, grads = reference(core(), whole, case.upstream())
+    local = [_leaf(cut(x)) for x in whole]
+    module = case.style(**options).apply(core(), root["cp"])
+    out = module(*(DTensor.from_local(x, root["tp"], [Shard(2)]) for x in local)).to_local()
+    out.backward(cut(case.upstream()))
+    assert_close(out, cut(expected), name="output")
+    for name, x, full in zip("qkv", local, grads, strict=True):
+        assert full is not None, f"d{name} of the reference"
+        assert_close(x.grad, cut(full), kind="grad", name=f"d{name}")

@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from hp_cp import AsyncContextParallel, ContextParallel, attention_window, init_device_mesh
-from hp_mesh.testing import assert_close, randn, ranks
+from hp_mesh.testing import randn, ranks
 
-from ._compare import Case, compare, reference
+from ._compare import Case, compare, compare_under_tensor_parallel
 from ._cores import Eager, Sdpa
 
 FOUR = Case(P=4, degree=2, balance_hybrid=True)
@@ -97,23 +95,7 @@ class Biased(nn.Module):
 
 def test_plain_tensors_are_cut_by_rows_and_by_heads() -> None:
     """A table by the window of the half, a bias by this rank's heads; its shares add up."""
-
-    def run(rank: int) -> None:
-        whole, plain, module = FOUR.qkv(), Biased(), Biased()
-        expected, grads = reference(plain, whole, FOUR.upstream())
-        FOUR.style().apply(module, FOUR.mesh())
-        local = [FOUR.local(x, rank).clone().requires_grad_() for x in whole]
-        out = module(*local)
-        out.backward(FOUR.local(FOUR.upstream(), rank))
-        assert_close(out, FOUR.local(expected, rank))
-        for x, full in zip(local, grads, strict=True):
-            assert full is not None
-            assert_close(x.grad, FOUR.local(full, rank), kind="grad")
-        assert module.bias.grad is not None
-        dist.all_reduce(module.bias.grad)
-        assert_close(module.bias.grad, plain.bias.grad, kind="grad")
-
-    ranks(4).run(run)
+    ranks(4).run(compare, FOUR, Biased)
 
 
 @pytest.mark.parametrize(
@@ -170,26 +152,7 @@ def test_the_async_style_says_that_it_exchanges_synchronously() -> None:
 def test_tensor_parallel_heads_come_in_and_go_out() -> None:
     """DTensors cut over heads on another axis: TP's heads, then the Ulysses group's of them."""
     case = FOUR.but(H=8, HK=4)
-
-    def run(rank: int) -> None:
-        root = init_device_mesh("cpu", (2, 4), mesh_dim_names=("tp", "cp"))
-        tp, cp = root.get_local_rank("tp"), root.get_local_rank("cp")
-
-        def cut(x: Tensor) -> Tensor:
-            return case.local(x.chunk(2, 2)[tp], cp)
-
-        whole = case.qkv()
-        expected, grads = reference(Eager(), whole, case.upstream())
-        local = [cut(x).clone().requires_grad_() for x in whole]
-        module = case.style().apply(Eager(), root["cp"])
-        out = module(*(DTensor.from_local(x, root["tp"], [Shard(2)]) for x in local)).to_local()
-        out.backward(cut(case.upstream()))
-        assert_close(out, cut(expected))
-        for x, full in zip(local, grads, strict=True):
-            assert full is not None
-            assert_close(x.grad, cut(full), kind="grad")
-
-    ranks(8).run(run)
+    ranks(8).run(compare_under_tensor_parallel, case, Eager, 2)
 
 
 @pytest.mark.parametrize(

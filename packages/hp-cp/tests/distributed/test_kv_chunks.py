@@ -10,19 +10,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from hp_cp import (
     AsyncContextParallel,
     ContextParallel,
-    init_device_mesh,
     sliding_window_attention,
 )
 from hp_cp.attention import parts, streamed
 from hp_mesh.testing import assert_close, count_collectives, peak_memory, randn, ranks
 
-from ._compare import Case, compare, reference
+from ._compare import Case, compare, compare_under_tensor_parallel, reference
 from ._cores import Eager, Sdpa
 
 TWO = Case(P=2, degree=1, S=20)  # 10 rows a rank
@@ -119,23 +117,8 @@ class Llama(nn.Module):
 @pytest.mark.parametrize("case", [Case(P=2, degree=1), HYBRID], ids=str)
 def test_what_stands_before_attention_works_on_the_shard(case: Case) -> None:
     """Norm, rotary tables, repeated heads: as written for one device; a weight's shares add up."""
-
-    def run(rank: int) -> None:
-        whole, plain, module = case.qkv(), Llama(), Llama()
-        expected, grads = reference(plain, whole, case.upstream())
-        case.style(kv_chunks=3).apply(module, case.mesh())
-        local = [case.local(x, rank).clone().requires_grad_() for x in whole]
-        out = module(*local)
-        out.backward(case.local(case.upstream(), rank))
-        assert_close(out, case.local(expected, rank))
-        for x, full in zip(local, grads, strict=True):
-            assert full is not None
-            assert_close(x.grad, case.local(full, rank), kind="grad")
-        assert module.weight.grad is not None
-        dist.all_reduce(module.weight.grad)
-        assert_close(module.weight.grad, plain.weight.grad, kind="grad")
-
-    ranks(case.P).run(run)
+    # what is gathered are the repeated heads, which the plan does not know
+    ranks(case.P).run(compare, case, Llama, kv_chunks=3, check_traffic=False)
 
 
 @pytest.mark.parametrize("wants", ["q", "k", "v"])
@@ -213,26 +196,7 @@ def test_sums_over_parts_run_in_single_precision() -> None:
 def test_tensor_parallel_heads_come_in_and_go_out() -> None:
     """DTensors cut over heads on another axis: the parts are gathered over CP alone."""
     case = Case(P=2, degree=1, H=8, HK=4)
-
-    def run(rank: int) -> None:
-        root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
-        tp, cp = root.get_local_rank("tp"), root.get_local_rank("cp")
-
-        def cut(x: Tensor) -> Tensor:
-            return case.local(x.chunk(2, 2)[tp], cp)
-
-        whole = case.qkv()
-        expected, grads = reference(Sdpa(), whole, case.upstream())
-        local = [cut(x).clone().requires_grad_() for x in whole]
-        module = case.style(kv_chunks=3).apply(Sdpa(), root["cp"])
-        out = module(*(DTensor.from_local(x, root["tp"], [Shard(2)]) for x in local)).to_local()
-        out.backward(cut(case.upstream()))
-        assert_close(out, cut(expected))
-        for x, full in zip(local, grads, strict=True):
-            assert full is not None
-            assert_close(x.grad, cut(full), kind="grad")
-
-    ranks(4).run(run)
+    ranks(4).run(compare_under_tensor_parallel, case, Sdpa, 2, kv_chunks=3)
 
 
 def test_the_next_part_is_on_its_way_before_a_part_is_attended(
