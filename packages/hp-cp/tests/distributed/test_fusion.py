@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hp_cp import attention_window, init_device_mesh
 from hp_mesh.testing import assert_close, randn, ranks
@@ -287,7 +287,7 @@ def test_tp_shards_are_its_heads(case: Case) -> None:
             return case.local(x.chunk(2, 2)[tp], cp)
 
         local = [cut(x).clone().requires_grad_() for x in case.qkv()]
-        placements = [torch.distributed.tensor.Shard(2)]
+        placements = [Shard(2)]
         fed = [DTensor.from_local(x, root["tp"], placements, run_check=False) for x in local]
         out = case.style().apply(Fused("BSHD", **kwargs), root["cp"])(*fed)
         assert_close(out.to_local(), cut(expected))
@@ -297,6 +297,44 @@ def test_tp_shards_are_its_heads(case: Case) -> None:
             assert_close(x.grad, cut(full), kind="grad")
 
     ranks(case.P * 2).run(on)
+
+
+@pytest.mark.parametrize("layout", ["BSHD", "BNSD", "BSH", "SBH"])
+def test_a_mask_of_each_sequence_follows_a_batch_that_is_sharded(layout: str) -> None:
+    """Data parallel ranks hold sequences of one batch (DTensors); masks are whole DTensors."""
+    case = Case(P=2, degree=1, layout=layout, B=4)
+    batch_dim = 1 if layout == "SBH" else 0
+    mask = randn(4, 1, 24, 24, seed=3) > 0.6
+    mask[..., 0] = False
+
+    class Masked(Fused):
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            own = mask
+            if isinstance(q, DTensor):
+                places = [Replicate()] * q.device_mesh.ndim
+                own = DTensor.from_local(mask, q.device_mesh, places, run_check=False)
+            self.kwargs = {"atten_mask": own, "sparse_mode": 1}
+            return super().forward(q, k, v)
+
+    def on(rank: int) -> None:
+        root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        dp, cp = root.get_local_rank("dp"), root.get_local_rank("cp")
+        expected, grads = reference(Masked(layout), case.qkv(), case.upstream())
+
+        def cut(x: Tensor) -> Tensor:
+            return case.local(x.chunk(2, batch_dim)[dp], cp)
+
+        local = [cut(x).clone().requires_grad_() for x in case.qkv()]
+        placements = [Shard(batch_dim)]
+        fed = [DTensor.from_local(x, root["dp"], placements, run_check=False) for x in local]
+        out = case.style().apply(Masked(layout), root["cp"])(*fed)
+        assert_close(out.to_local(), cut(expected))
+        out.to_local().backward(cut(case.upstream()))
+        for x, full in zip(local, grads, strict=True):
+            assert full is not None
+            assert_close(x.grad, cut(full), kind="grad")
+
+    ranks(4).run(on)
 
 
 def test_a_mode_that_cannot_be_cut_is_refused_by_all() -> None:

@@ -291,6 +291,26 @@ def test_tokens_of_mode_0_are_moved_with_the_top_left_corner(version: int) -> No
             assert seen[names[0]] > -rows and seen[names[1]] > -seen["keys"], "documented limits"
 
 
+@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [(0, 0), (3, 0), (0, 5), (-2, -2)], ids=str)
+@pytest.mark.parametrize("mode", [1, 2, 3])
+def test_modes_that_ignore_tokens_ignore_them(
+    mode: int, tokens: tuple[int, int], version: int
+) -> None:
+    """The mask alone decides in mode 1, and the diagonal in 2 and 3, whatever else is passed."""
+    mask = COMPRESSED
+    if mode == 1:
+        mask = torch.rand(S, S, generator=torch.Generator().manual_seed(2)) > 0.7
+        mask[:, 0] = False
+    kwargs = {
+        "atten_mask": mask,
+        "sparse_mode": mode,
+        **dict(zip(TOKENS[version], tokens, strict=True)),
+    }
+    for seen in check_every_rank(version, "BNSD", kwargs):
+        assert seen["keys"] == S, "the last rank sees every key"
+
+
 def test_a_bias_that_is_compressed_to_its_last_rows_is_refused() -> None:
     """1024 rows of 4096: on four ranks they could be taken for the rank's own."""
     q, k = torch.randn(1, 1, 1024, 2), torch.randn(1, 1, 4096, 2)

@@ -157,3 +157,23 @@ def test_many_heads_and_few_rows_use_the_smallest_tile() -> None:
     q = torch.randn(40, 8, 5, 2, dtype=torch.float64)
     k, v = torch.randn(2, 40, 8, 9, 2, dtype=torch.float64)
     assert_close(tiled_attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
+
+
+@pytest.mark.parametrize("tile", [4, None])
+def test_autocast_is_off_inside_a_tile(tile: int | None) -> None:
+    """Its sums are in float32: cast to bfloat16 again, they would lose what they are kept for."""
+    inputs = [x.detach().float() for x in make()]
+    upstream = torch.randn(2, 6, 13, 5)
+
+    def run() -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = tiled_attention(*leaves, causal_offset=16, tile=tile)
+        return [out, *torch.autograd.grad(out, leaves, upstream)]
+
+    expected = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (inputs[0] @ inputs[0].mT).dtype == torch.bfloat16
+        found = run()
+
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.float32 and torch.equal(one, other)
