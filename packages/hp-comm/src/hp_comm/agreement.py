@@ -1,9 +1,9 @@
 """Let the ranks compare a call before any data moves, so that a mistake is an error and not a hang.
 
 Every rank sends one header of fixed size: whether it has an error to report, a digest of the whole
-signature, and as much of its text as fits::
+signature, and as much of its text as fits; also a fingerprint of data that must differ::
 
-    | status 1 | text length 2 | digest 16 | text 1005 |     bytes
+    | status 1 | text length 2 | digest 16 | fingerprint 16 | text 989 |     bytes
 
 Whether the comparison runs follows from the call's index and ``HP_PREFLIGHT`` alone. It must never
 follow from what one rank has seen before: a rank that meets a new shape would then wait for peers
@@ -23,12 +23,14 @@ from torch.distributed import ProcessGroup
 from hp_comm import _torch
 from hp_comm.counters import record
 from hp_comm.failures import Naming
+from hp_comm.fingerprint import FINGERPRINT_BYTES, NO_FINGERPRINT, LocalRows, RowsWatch
 from hp_mesh.checks import fail
 
 __all__ = ["HEADER_BYTES", "gather_headers", "preflight"]
 
 HEADER_BYTES = 1024
-_TEXT_AT = 1 + 2 + 16
+_DATA_AT = 1 + 2 + 16
+_TEXT_AT = _DATA_AT + FINGERPRINT_BYTES
 _TEXT_BYTES = HEADER_BYTES - _TEXT_AT
 _MODES = ("always", "first", "off")
 _ABSENT = "absent"
@@ -42,10 +44,13 @@ def preflight(
     error: Exception | None = None,
     call_index: int,
     way_out: Callable[[Mapping[str, Sequence[str]]], str] | None = None,
+    watch: RowsWatch | None = None,
+    local: LocalRows | None = None,
 ) -> None:
     """Raise the same ``ValueError`` on every rank if one has an error or the ranks disagree.
 
-    ``HP_PREFLIGHT=always|first|off`` says when ranks compare; ``first`` is the call with index 0.
+    ``HP_PREFLIGHT=always|first|off`` says when ranks compare; ``first`` is the call with index 0,
+    and the next one where all ranks came with the same rows.
     Default: ``always`` on gloo, ``first`` elsewhere. It must be set alike on all ranks.
 
     Args:
@@ -57,35 +62,45 @@ def preflight(
         call_index: How many calls of this boundary went before, counted alike on all ranks.
         way_out: Ends the message about ranks that disagree. Called on every rank with the entries
             that differ, ``{name: value as text by rank}``; must return the same text on all.
+        watch: The boundary's own, if ``local`` is to be looked at; given with an ``error``, too.
+        local: What each rank must hold another part of. If all hold the same, `RowsWatch` warns.
 
     Raises:
         ValueError: With one text on all ranks. If nothing is compared, ``error``, only here.
     """
-    if not _runs(where, group, call_index):
+    looks = watch is not None and watch.wants(call_index)
+    if not _runs(where, group, call_index, looks):
         if error is not None:
             raise error
         return
     if callable(signature):
         signature = {} if error is not None else signature()
-    headers = gather_headers(where, group, _header(where, signature, error))
+    data = NO_FINGERPRINT
+    if looks and local is not None and error is None:
+        data = local.fingerprint()
+    headers = gather_headers(where, group, _header(where, signature, error, data))
     # one comparison of digests on the good path; texts are read only when they are needed
-    agreed = torch.equal(headers[:, :_TEXT_AT], headers[:1, :_TEXT_AT].expand(len(headers), -1))
+    agreed = torch.equal(headers[:, :_DATA_AT], headers[:1, :_DATA_AT].expand(len(headers), -1))
     if agreed and not int(headers[0, 0]):
+        if watch is not None and local is not None and looks:
+            watch.take(where, group, local, headers[:, _DATA_AT:_TEXT_AT], call_index)
         return
     rows = [bytes(row) for row in headers.tolist()]
     raise ValueError(_verdict(where, rows, way_out)) from error
 
 
-def _runs(where: str, group: ProcessGroup, call_index: int) -> bool:
+def _runs(where: str, group: ProcessGroup, call_index: int, looks: bool) -> bool:
     mode = os.environ.get("HP_PREFLIGHT") or ("always" if _torch.is_plain_gloo(group) else "first")
     if mode not in _MODES:
         raise fail(where, f"HP_PREFLIGHT ({mode!r}) must be one of {', '.join(_MODES)}")
     if _torch.group_size(group) == 1:
         return False
-    return mode == "always" or (mode == "first" and call_index == 0)
+    return mode == "always" or (mode == "first" and (call_index == 0 or looks))
 
 
-def _header(where: str, signature: Mapping[str, object], error: Exception | None) -> bytes:
+def _header(
+    where: str, signature: Mapping[str, object], error: Exception | None, data: bytes
+) -> bytes:
     if error is not None:
         text = str(error) or type(error).__name__
     else:
@@ -95,7 +110,7 @@ def _header(where: str, signature: Mapping[str, object], error: Exception | None
     cut = encoded[:_TEXT_BYTES]
     status = bytes([error is not None])
     digest = blake2b(encoded, digest_size=16).digest()
-    header = status + len(cut).to_bytes(2, "big") + digest + cut
+    header = status + len(cut).to_bytes(2, "big") + digest + data + cut
     return header.ljust(HEADER_BYTES, b"\0")
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hp_comm import preflight, traffic
 from hp_comm.agreement import HEADER_BYTES
-from hp_mesh.testing import count_collectives, ranks
+from hp_comm.fingerprint import LocalRows, RowsWatch, _warned
+from hp_mesh.testing import count_collectives, randn, ranks
 
 
 def _texts(errors: list[BaseException | None]) -> set[str]:
@@ -201,5 +204,101 @@ def test_after_an_error_the_next_good_call_works() -> None:
         with pytest.raises(ValueError, match="must be the same"):
             preflight(dist.group.WORLD, "CP", {"q": rank}, call_index=0)
         preflight(dist.group.WORLD, "CP", {"q": 1}, call_index=1)
+
+    ranks(2).run(on)
+
+
+def _calls(*tensors: Tensor) -> None:
+    """Compare one call a tensor, as a boundary does."""
+    watch = RowsWatch()
+    for index, x in enumerate(tensors):
+        local = LocalRows("v", x, 1)
+        preflight(dist.group.WORLD, "CP", {}, call_index=index, watch=watch, local=local)
+
+
+def test_the_same_rows_on_all_ranks_are_one_warning_on_each() -> None:
+    """The rows of one sequence differ from rank to rank; said once, in the same words."""
+    x = randn(2, 6, 3)
+    _warned.clear()
+
+    def on(rank: int) -> None:
+        for _ in range(2):  # boundaries
+            _calls(x, x, x)
+
+    with pytest.warns(UserWarning, match="must be another part") as record:
+        ranks(3).run(on)
+    assert len(record) == 3
+    assert {str(one.message) for one in record} == {
+        "CP: v (shape [2, 6, 3]) must be another part of the sequence on each of the 3 ranks, and "
+        "has the same rows on all of them; cut the whole sequence with hp_mesh.shard_sequence, or "
+        "seed the random data of a trial by rank"
+    }
+
+
+@pytest.mark.parametrize("first", ["zeros", "alike"])
+def test_a_first_call_of_placeholders_decides_nothing(first: str) -> None:
+    """Pipelines learn shapes from uninitialised memory, which may be alike; data comes later."""
+    _warned.clear()
+    placeholder = randn(2, 6, 3) * (first == "alike")
+    whole = randn(2, 6, 3, seed=9)
+
+    ranks(2).run(lambda rank: _calls(placeholder, randn(2, 6, 3, seed=rank)))
+    with pytest.warns(UserWarning, match="must be another part"):
+        ranks(2).run(lambda rank: _calls(placeholder, whole))
+
+
+@pytest.mark.parametrize(
+    ("mode", "what", "looks"),
+    [
+        ("always", "one rank differs", 1),
+        ("first", "one rank differs", 1),
+        ("always", "rows alike", 2),
+        ("first", "rows alike", 2),
+        ("off", "all alike", 0),
+    ],
+)
+def test_rows_that_may_be_shards_are_not_warned_about(
+    monkeypatch: pytest.MonkeyPatch, mode: str, what: str, looks: int
+) -> None:
+    """Nothing is read behind the first call, or the second at last: it would wait for a device."""
+    _warned.clear()
+    looked: list[int] = []
+    read = LocalRows.fingerprint
+    monkeypatch.setattr(LocalRows, "fingerprint", lambda rows: looked.append(1) or read(rows))
+    monkeypatch.setenv("HP_PREFLIGHT", mode)
+
+    def on(rank: int) -> int:
+        x = randn(2, 6, 3, seed=int(what == "one rank differs" and rank == 2))
+        if what == "rows alike":
+            x = x[:, :1].expand(2, 6, 3)
+        with count_collectives() as counted:
+            _calls(x, x, x, x)
+        return counted.count("preflight")
+
+    compared = {"always": 4, "first": looks, "off": 0}[mode]
+    assert ranks(3).run(on) == [compared] * 3
+    assert len(looked) == 3 * looks
+
+
+def test_an_error_of_one_rank_in_a_call_that_is_looked_at_reaches_all() -> None:
+    """That rank has no rows to show; what is wrong is said, and the next call goes on."""
+    _warned.clear()
+    x = randn(2, 6, 3)
+
+    def on(rank: int) -> None:
+        watch, rows = RowsWatch(), LocalRows("v", x, 1)
+        for index in range(3):
+            bad = index == 1 and rank == 0
+            said = pytest.raises(ValueError, match=r"^CP: bad \(on rank 0 of 2\)$")
+            with said if index == 1 else nullcontext():
+                preflight(
+                    dist.group.WORLD,
+                    "CP",
+                    {},
+                    error=ValueError("CP: bad") if bad else None,
+                    call_index=index,
+                    watch=watch,
+                    local=None if bad else rows,
+                )
 
     ranks(2).run(on)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from hp_comm import gather_seq, head_to_seq, preflight, seq_to_head
+from hp_comm.fingerprint import RowsWatch
 from hp_cp.call import Call
 from hp_cp.hand_over import describe_view, hand_over
 from hp_cp.inputs import Inputs, advise, read_inputs
@@ -43,6 +44,7 @@ class CPBoundary(Boundary[Call]):
         cp_mesh: Mesh of the CP axes inside: 1-D, or ``("co", "ds")`` for Hybrid.
         rank: CP rank.
         identity: What tells the ranks that they are in the same call.
+        watch: Looks whether all ranks are handed the same rows.
     """
 
     def __init__(self, style: ContextParallel, plan: Plan, device_mesh: DeviceMesh) -> None:
@@ -53,6 +55,7 @@ class CPBoundary(Boundary[Call]):
         self.group = flat.get_group()
         self.rank = flat.get_local_rank()
         require_ascending(self.where, flat)
+        self.watch = RowsWatch()
         ordinal = _applied[self.group] = _applied.get(self.group, 0) + 1
         self.identity = {
             "module": f"number {ordinal} that a style was applied to",
@@ -155,6 +158,8 @@ class CPBoundary(Boundary[Call]):
             error=error,
             call_index=self.next_call_index(),
             way_out=lambda differing: advise(self.plan, differing),
+            watch=self.watch,
+            local=None if inputs is None else inputs.told_apart(),
         )
         assert inputs is not None, "preflight raises the error it is given"
         # only now: the ranks have one length, so all of them refuse it with one text

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from hp_comm.fingerprint import LocalRows
 from hp_cp.heads import HeadTable
 from hp_cp.plan import Plan
 from hp_cp.prepared import Works, describe, read_works
@@ -77,6 +78,16 @@ class Inputs:
             signature[f"requires_grad of {name}"] = x.requires_grad and torch.is_grad_enabled()
             signature[f"placements of {name}"] = layout.placements
         return signature
+
+    def told_apart(self) -> LocalRows:
+        """Return what differs between the shards of one sequence.
+
+        v follows from the tokens. q and k may have been rotated by global positions, and then they
+        differ also where every rank was handed the whole sequence; but v of cross attention is of a
+        sequence of its own, which may be whole on each rank.
+        """
+        which = 0 if self.is_cross else 2
+        return LocalRows(LABELS[which], self.locals[which], self.dims[0])
 
 
 def read_inputs(

@@ -379,10 +379,10 @@ def test_backward_through_projections_whose_attention_never_ran() -> None:
 
     def on(rank: int) -> None:
         model = apply(Attention(case), case)
-        model(randn(2, 4, DIM)).sum().backward()
+        model(randn(2, 4, DIM, seed=rank)).sum().backward()
         for _ in range(2):
             model.zero_grad()
-            x = randn(2, 4, DIM, requires_grad=True)
+            x = randn(2, 4, DIM, seed=rank, requires_grad=True)
             outputs = model.project(x)
             assert in_flight(boundary_of(model.core)) == "qkv"
             sum(y.sum() for y in outputs).backward()
@@ -390,7 +390,7 @@ def test_backward_through_projections_whose_attention_never_ran() -> None:
             assert_close(x.grad, expected.expand(2, 4, DIM), kind="grad")
             del outputs
         with count_collectives() as counted:
-            model(randn(2, 4, DIM)).sum().backward()
+            model(randn(2, 4, DIM, seed=rank)).sum().backward()
         assert counted.summary() == {"all_to_all": 8}
         assert_overlaps(boundary_of(model.core))
 

@@ -301,13 +301,13 @@ def test_a_deep_copy_has_handoffs_of_its_own() -> None:
 
     def on(rank: int) -> None:
         model = apply(Attention(case), case)
-        model(randn(2, 4, DIM))
+        model(randn(2, 4, DIM, seed=rank))
         twin = copy.deepcopy(model)
         ours, theirs = boundary_of(model.core), boundary_of(twin.core)
         assert ours is not theirs
         assert ours.mesh is theirs.mesh
         assert len(twin.q_proj._forward_hooks) == 1
-        outputs = model.project(randn(2, 4, DIM))
+        outputs = model.project(randn(2, 4, DIM, seed=rank))
         assert in_flight(ours) == "qkv" and in_flight(theirs) == ""
         model.attend(outputs)
         for one in (model, twin):
@@ -318,7 +318,7 @@ def test_a_deep_copy_has_handoffs_of_its_own() -> None:
         assert len(model.q_proj._forward_hooks) == 1
         assert_overlaps(compare_steps(rank, case, applied=model).boundary)
         alone = copy.deepcopy(model.core)  # without its projections: synchronous
-        q, k, v = (y.view(2, 4, -1, 6) for y in model.project(randn(2, 4, DIM)))
+        q, k, v = (y.view(2, 4, -1, 6) for y in model.project(randn(2, 4, DIM, seed=rank)))
         assert torch.equal(alone(q, k, v), model.core(q, k, v))
 
     ranks(2).run(on)

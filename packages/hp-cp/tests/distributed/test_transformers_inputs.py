@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hp_comm.fingerprint import _warned
 from hp_cp import ContextParallel, init_device_mesh, parallelize_module
 from hp_mesh.testing import assert_close, ranks
 
@@ -180,6 +181,23 @@ def test_the_same_positions_on_all_ranks_are_documents_and_a_warning(tiny: Tiny)
 
     for rank, logits in enumerate(got):
         assert_close(logits, cut(expected, rank))
+
+
+@pytest.mark.parametrize("given", ["input_ids", "inputs_embeds"])
+def test_the_same_tokens_on_all_ranks_are_a_warning(tiny: Tiny, given: str) -> None:
+    """Once; positions are global all the same, and would hide it in q and k."""
+    _warned.clear()
+
+    def run(rank: int) -> None:
+        own = parallel(tiny())
+        whole = IDS if given == "input_ids" else own.get_input_embeddings()(IDS)
+        for _ in range(2):
+            own(**{given: whole.detach()})
+
+    said = r"ContextParallel: v \(shape .*\) must be another part of the sequence on each of the 2"
+    with pytest.warns(UserWarning, match=said) as record:
+        ranks(P).run(run)
+    assert len(record) == P
 
 
 LABELS = IDS.masked_fill(torch.arange(S) < 9, -100)

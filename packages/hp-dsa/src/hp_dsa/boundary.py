@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from hp_comm import preflight
+from hp_comm.fingerprint import RowsWatch
 from hp_dsa.call import DSACall
 from hp_dsa.gather import Gathered, Gatherer
 from hp_dsa.gather_cache import open_gathers
@@ -49,6 +50,7 @@ class DSABoundary(Boundary[DSACall]):
         gatherer: How keys are gathered.
         late_errors: What earlier calls found wrong on a device.
         identity: What tells the ranks that they are in the same call.
+        watch: Looks whether all ranks are handed the same rows.
     """
 
     def __init__(self, style: DSAStyle, plan: DSAPlan, device_mesh: DeviceMesh) -> None:
@@ -61,6 +63,7 @@ class DSABoundary(Boundary[DSACall]):
         self.rank = self.cp_mesh.get_local_rank()
         self.late_errors = LateErrors()
         self.gatherer = Gatherer(self.group, plan.seq_dim, plan.order)
+        self.watch = RowsWatch()
         ordinal = _applied[self.group] = _applied.get(self.group, 0) + 1
         self.identity = {
             "module": f"number {ordinal} that a DSA style was applied to",
@@ -147,6 +150,8 @@ class DSABoundary(Boundary[DSACall]):
             error=error,
             call_index=index,
             way_out=lambda differing: advise(self.plan, differing),
+            watch=self.watch,
+            local=None if inputs is None else inputs.told_apart(self.plan),
         )
         assert inputs is not None, "preflight raises the error it is given"
         # only now: the ranks have one length, so all of them refuse it with one text

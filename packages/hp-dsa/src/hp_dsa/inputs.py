@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from hp_comm.fingerprint import LocalRows
 from hp_dsa.arguments import LENGTHS, Argument, find
 from hp_dsa.gather import Source
 from hp_dsa.plan import DSAPlan
@@ -73,6 +74,15 @@ class Inputs:
                 signature[f"placements of {name}"] = self.layouts[name].placements
         # last: they may be long, and the names before them are to be read
         return signature | {name: _comparable(kwargs[name]) for name in self.lengths.values()}
+
+    def told_apart(self, plan: DSAPlan) -> LocalRows:
+        """Return what differs between the shards of one sequence.
+
+        Global positions rotate the indexer's keys, which then differ also where every rank was
+        handed the whole sequence; its weights have no positions, nor has the latent of attention.
+        """
+        name = "weights" if "weights" in self.locals else "key"
+        return LocalRows(name, self.locals[name], plan.seq_dim)
 
 
 def options_of(kwargs: Mapping[str, Any]) -> dict[str, object]:

@@ -185,7 +185,7 @@ def test_an_operator_of_another_layout_than_the_style_is_refused() -> None:
 def _pools_after_errors(rank: int) -> None:
     case = Case(P=2)
     module = DSASparseAttentionContextParallel().apply(Attention(case), case.mesh())
-    q, k = randn(2, 6, 3, 5, seed=rank), randn(2, 6, 1, 5)
+    q, k = (randn(2, 6, heads, 5, seed=rank) for heads in (3, 1))
     topk = torch.zeros(2, 6, 1, 3, dtype=torch.int32)
     for _ in range(2):
         with pytest.raises(ValueError, match="topk_indices"):

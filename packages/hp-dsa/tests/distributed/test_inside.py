@@ -81,7 +81,8 @@ def test_the_indexer_sees_the_whole_sequence() -> None:
 
 def _attention_sees(rank: int) -> None:
     spy = DSASparseAttentionContextParallel().apply(Spy(), _mesh(2))
-    q, k, r, kr = randn(2, 4, 3, 5), randn(2, 4, 1, 5), randn(2, 4, 3, 2), randn(2, 4, 1, 2)
+    shapes = ((3, 5), (1, 5), (3, 2), (1, 2))
+    q, k, r, kr = (randn(2, 4, *shape, seed=rank) for shape in shapes)
     topk = torch.zeros(2, 4, 1, 3, dtype=torch.int32)
 
     spy(q, k, k, topk, query_rope=r, key_rope=kr)
@@ -114,7 +115,7 @@ def _loss_sees(rank: int, layout: str, variant: str) -> None:
     rows, keys, statistics = (Shard(dim),), (Replicate(),), (Shard(dim + 1),)
     one = (2, 1, 4, 3) if layout == "BSND" else (1, 4, 3)
     tensors = [randn(*head, 3, 5), randn(*head, 1, 5), randn(*head, 2, 4), randn(*head, 1, 4)]
-    tensors += [randn(*head, 2)]
+    tensors += [randn(*head, 2, seed=rank)]
     expected = [rows, keys, rows, keys, rows]
     if variant == "sparse":
         tensors += [torch.zeros(*head, 1, 3, dtype=torch.int32), randn(*one), randn(*one)]

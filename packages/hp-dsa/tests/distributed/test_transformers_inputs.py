@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from hp_comm.fingerprint import _warned
 from hp_dsa import init_device_mesh
 from hp_dsa.cores import SelectKeys, SparseAttention
 from hp_mesh import next_token_labels, shard_sequence
@@ -185,6 +186,23 @@ def _trained(model: Any, **call: Any) -> dict[str, Any]:
         "indexer": indexer_loss(model).detach(),
         "grads": {n: p.grad for n, p in model.named_parameters()},
     }
+
+
+def test_the_same_tokens_on_all_ranks_are_a_warning() -> None:
+    """Once; positions are global all the same, and would hide it in queries and keys."""
+    _warned.clear()
+    model = build("glm")
+
+    def run(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        own = prepare_model(copy.deepcopy(model), mesh)
+        for _ in range(2):
+            own(input_ids=IDS)
+
+    said = r"DSA.*ContextParallel: .* must be another part of the sequence on each of the 2 ranks"
+    with pytest.warns(UserWarning, match=said) as record:
+        ranks(2).run(run)
+    assert len(record) == 2
 
 
 @pytest.mark.parametrize("balance", [False, True], ids=["contiguous", "balanced"])

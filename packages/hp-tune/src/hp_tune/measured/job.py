@@ -124,7 +124,11 @@ def _runner(
         for shape, own in zip(asked.layers, parts, strict=True)
     ]
     rows = cut.shape(asked.batch, asked.hidden_size)
-    x, upstream = (torch.randn(rows, dtype=like.dtype, device=like.device) for _ in range(2))
+    generator = torch.Generator(like.device).manual_seed(3 + cut.rank)  # ranks hold other rows
+    x, upstream = (
+        torch.randn(rows, dtype=like.dtype, device=like.device, generator=generator)
+        for _ in range(2)
+    )
     return Runner(steps, x.requires_grad_(), upstream)
 
 

@@ -112,8 +112,10 @@ def _step(config: Config, mesh: Any) -> Callable[[], object]:
     parts = make_parts(asked.hidden_size, shape, torch.empty(0), seed=1)
     layer = make_layer(parts, asked, style, mesh)
     step = Step(layer, shape, Cut(asked.seq_len, mesh.get_local_rank(), world))
-    x = torch.randn(1, asked.seq_len // world, asked.hidden_size, requires_grad=True)
-    upstream: Tensor = torch.randn(1, asked.seq_len // world, asked.hidden_size)
+    generator = torch.Generator().manual_seed(mesh.get_local_rank())  # ranks hold other rows
+    rows = (1, asked.seq_len // world, asked.hidden_size)
+    x = torch.randn(rows, generator=generator, requires_grad=True)
+    upstream: Tensor = torch.randn(rows, generator=generator)
 
     def run() -> None:
         x.grad = None
