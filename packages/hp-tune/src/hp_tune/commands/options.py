@@ -121,25 +121,31 @@ def read_workload(
 
 def read_documents(options: dict[str, Any]) -> tuple[tuple[int, float], ...] | None:
     """Return the histogram of packed documents that ``--documents`` names, or None."""
+    path: Path | None = options["documents"]
+    if path is None:
+        return None
     from hp_tune.searching.lengths import read_histogram
 
-    path: Path | None = options["documents"]
-    return None if path is None else tuple(read_histogram(path, "--documents"))
+    return tuple(read_histogram(path, "--documents"))
 
 
 def read_only(options: dict[str, Any]) -> Restriction | None:
     """Return the part of the space that ``--space`` names, or None."""
+    words = " ".join(options["restrict"])
+    if not words:
+        return None
     from hp_tune.searching.restriction import read_restriction
 
-    words = " ".join(options["restrict"])
-    return read_restriction(words, options["cp"]) if words else None
+    return read_restriction(words, options["cp"])
 
 
 def read_require(options: dict[str, Any]) -> Requirement | None:
     """Return what ``--require`` asks for, or None."""
+    if not options["require"]:
+        return None
     from hp_tune.searching.requirement import read_requirement
 
-    return read_requirement(options["require"]) if options["require"] else None
+    return read_requirement(options["require"])
 
 
 def _layout(name: str) -> Layout:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -97,6 +97,27 @@ class JournalPlace:
     def __str__(self) -> str:
         """Return the path."""
         return str(self.path)
+
+    def create(self, lines: Iterable[str]) -> bool:
+        """Make the file in one step, if it is not there yet; return whether that was so.
+
+        Where a file system has no second names for a file (hard links), it is left to Optuna.
+        """
+        with locked(self.path, tell=self._tell, shielded=True):
+            if self.path.exists():
+                return False
+            temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            try:
+                with temporary.open("w", encoding="utf-8") as file:
+                    file.writelines(lines)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.link(temporary, self.path)
+            except OSError:
+                return False
+            finally:
+                temporary.unlink(missing_ok=True)
+        return True
 
     @contextmanager
     def exclusive(self) -> Iterator[BaseStorage]:

@@ -17,7 +17,16 @@ if TYPE_CHECKING:
 
     from hp_tune.searching.evaluate import Point
 
-__all__ = ["Fate", "measured_from", "measured_to", "trial_of"]
+__all__ = [
+    "STATES",
+    "Fate",
+    "attributes_of",
+    "choices",
+    "measured_from",
+    "measured_to",
+    "trial_of",
+    "values_of",
+]
 
 Fate = Literal["priced", "waiting", "outranked", "rejected"]
 """What becomes of a point: its prediction is its value; it is to be measured; it is predicted too
@@ -29,40 +38,53 @@ def trial_of(point: Point, fate: Fate, key: str, cp_size: int, objectives: int =
     from optuna.distributions import CategoricalDistribution
     from optuna.trial import TrialState, create_trial
 
-    states = {
-        "priced": TrialState.COMPLETE,
-        "waiting": TrialState.WAITING,
-        "outranked": TrialState.PRUNED,
-        "rejected": TrialState.PRUNED,
-    }
-    values: list[float] | None = None
-    if fate == "priced":
-        assert point.prediction is not None, "a priced point has a prediction"
-        assert point.memory is not None, "a priced point has its memory"
-        values = [point.prediction.seconds * 1e3, point.memory.total / GIB][:objectives]
-    config = point.config
-    flags = CategoricalDistribution((False, True))
     return create_trial(
-        state=states[fate],
-        values=values,
-        params=config.model_dump(),
+        state=TrialState[STATES[fate]],
+        values=values_of(point, fate, objectives),
+        params=point.config.model_dump(),
         distributions={
-            "ulysses_degree": CategoricalDistribution(tuple(divisors(cp_size))),
-            "load_balance": flags,
-            "overlap": flags,
-            "head_groups": CategoricalDistribution((1, *HEAD_GROUPS)),
-            "keep_kv": flags,
-            "kv_chunks": CategoricalDistribution((1, *KV_CHUNKS)),
-            "balance_hybrid": flags,
-            "gather": CategoricalDistribution(("kv", "latent")),
+            name: CategoricalDistribution(found) for name, found in choices(cp_size).items()
         },
-        user_attrs={
-            "point": key,
-            "label": config.label(cp_size),
-            **_numbers(point),
-            **(_OUTRANKED if fate == "outranked" else {}),
-        },
+        user_attrs=attributes_of(point, fate, key, cp_size),
     )
+
+
+STATES = {"priced": "COMPLETE", "waiting": "WAITING", "outranked": "PRUNED", "rejected": "PRUNED"}
+"""Names of Optuna's states."""
+
+
+def choices(cp_size: int) -> dict[str, tuple[Any, ...]]:
+    """Return what each parameter of a trial may be."""
+    flags = (False, True)
+    return {
+        "ulysses_degree": tuple(divisors(cp_size)),
+        "load_balance": flags,
+        "overlap": flags,
+        "head_groups": (1, *HEAD_GROUPS),
+        "keep_kv": flags,
+        "kv_chunks": (1, *KV_CHUNKS),
+        "balance_hybrid": flags,
+        "gather": ("kv", "latent"),
+    }
+
+
+def values_of(point: Point, fate: Fate, objectives: int) -> list[float] | None:
+    """Return the time in ms, and the memory in GiB as a second objective, of a priced point."""
+    if fate != "priced":
+        return None
+    assert point.prediction is not None, "a priced point has a prediction"
+    assert point.memory is not None, "a priced point has its memory"
+    return [point.prediction.seconds * 1e3, point.memory.total / GIB][:objectives]
+
+
+def attributes_of(point: Point, fate: Fate, key: str, cp_size: int) -> dict[str, Any]:
+    """Return what a trial says beside parameters and values."""
+    return {
+        "point": key,
+        "label": point.config.label(cp_size),
+        **_numbers(point),
+        **(_OUTRANKED if fate == "outranked" else {}),
+    }
 
 
 _OUTRANKED = {
