@@ -1,10 +1,10 @@
-"""Read JSON and YAML as a careful person would: duplicate keys are errors, positions are kept."""
+"""Read JSON, YAML and TOML as a careful person would: no key twice, positions are kept."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ __all__ = [
     "dump_yaml",
     "explain_validation",
     "load_json",
+    "load_table",
     "load_yaml",
     "sha256",
     "yaml_scalar",
@@ -51,8 +52,14 @@ def load_json(path: Path) -> dict[str, Any]:
             seen[key] = value
         return seen
 
+    return _json_object(path, _read(path), unique)
+
+
+def _json_object(
+    path: Path, text: str, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] = dict
+) -> dict[str, Any]:
     try:
-        value = json.loads(_read(path), object_pairs_hook=unique, parse_constant=lambda _: None)
+        value = json.loads(text, object_pairs_hook=pairs, parse_constant=lambda _: None)
     except json.JSONDecodeError as error:
         raise UsageError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from None
     if not isinstance(value, dict):
@@ -62,11 +69,15 @@ def load_json(path: Path) -> dict[str, Any]:
 
 def load_yaml(path: Path) -> tuple[dict[str, Any], Positions]:
     """Return the YAML mapping in ``path`` and where each of its keys stands."""
+    return _yaml_mapping(path, _read(path))
+
+
+def _yaml_mapping(path: Path, text: str) -> tuple[dict[str, Any], Positions]:
     import yaml
 
     try:
         # libyaml is ten times as fast, where it was built in
-        node = yaml.compose(_read(path), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        node = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
@@ -76,6 +87,46 @@ def load_yaml(path: Path) -> tuple[dict[str, Any], Positions]:
     value = None if node is None else _build(path, node, (), positions)
     if not isinstance(value, dict):
         raise UsageError(f"{path}: must hold a YAML mapping")
+    return value, positions
+
+
+def load_table(path: Path) -> tuple[dict[str, Any], Positions]:
+    """Return the mapping in a YAML, JSON or TOML file, by its ending, and where its keys stand.
+
+    TOML's reader tells no places: those of keys in braces are not known.
+    """
+    if path.suffix.lower() == ".toml":
+        return _load_toml(path)
+    if path.suffix.lower() != ".json":
+        return load_yaml(path)
+    text = _read(path)
+    value = _json_object(path, text)
+    # JSON is YAML but for tabs between its words; columns stay
+    return value, _yaml_mapping(path, text.replace("\t", " "))[1]
+
+
+def _load_toml(path: Path) -> tuple[dict[str, Any], Positions]:
+    import re
+    import tomllib
+
+    text = _read(path)
+    try:
+        value = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        said, _, place = str(error).partition(" (at ")
+        numbers = "".join(f":{number}" for number in re.findall(r"\d+", place))
+        raise UsageError(f"{path}{numbers}: not TOML: {said}") from None
+    positions: dict[tuple[str | int, ...], tuple[int, int]] = {}
+    table: tuple[str, ...] = ()
+    for number, line in enumerate(text.splitlines(), start=1):
+        header = re.match(r"\s*\[\s*([\w.-]+)\s*\]", line)
+        key = re.match(r'\s*([\w.-]+|"[^"]*")\s*=', line)
+        if header is not None:
+            table = tuple(header[1].split("."))
+            positions[table] = (number, header.start(1) + 1)
+        elif key is not None:
+            at = (*table, *key[1].strip('"').split("."))
+            positions.setdefault(at, (number, key.start(1) + 1))
     return value, positions
 
 

@@ -1,4 +1,4 @@
-"""Whether a file is what it should be: a model, a cluster, a plan, a study, launch parameters."""
+"""Whether a file is what it should be: a model, a cluster, a plan, a study, options, launches."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Verdict:
     """What a file is, and what is wrong with it.
 
     Attributes:
-        kind: ``model``, ``cluster``, ``plan``, ``study``, ``kernels``, ``acceptance`` or
-            ``unknown``.
+        kind: ``model``, ``cluster``, ``plan``, ``study``, ``kernels``, ``acceptance``, ``config``
+            (of ``search --config``) or ``unknown``.
         says: What it describes, one line; empty for a wrong file.
         notes: What was assumed or is worth a look.
         error: None for a right file.
@@ -52,10 +52,12 @@ def _kind(path: Path) -> str:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     if start.startswith(b'{"op_code"'):
         return "study"
-    if path.suffix.lower() in (".yaml", ".yml"):
-        return "cluster"
-    from hp_tune.files import load_json
+    from hp_tune.commands.config import is_config
+    from hp_tune.files import load_json, load_table
 
+    if path.suffix.lower() in (".yaml", ".yml", ".toml"):
+        is_toml = path.suffix.lower() == ".toml"
+        return "config" if is_toml or is_config(load_table(path)[0]) else "cluster"
     data = load_json(path)
     schema = str(data.get("schema", ""))
     for kind in ("plan", "acceptance"):
@@ -63,6 +65,8 @@ def _kind(path: Path) -> str:
             return kind
     if "kernel" in data and "entries" in data:
         return "kernels"
+    if is_config(data):
+        return "config"
     if schema:
         raise UsageError(
             f"{path}: schema ({schema!r}) must be hp-tune/plan or hp-tune/acceptance",
@@ -147,6 +151,12 @@ def _acceptance(path: Path) -> Said:
     return f"{len(found.cases)} cases with {measured} measured times", []
 
 
+def _config(path: Path) -> Said:
+    from hp_tune.commands.search import config_says
+
+    return config_says(path)
+
+
 _READERS: dict[str, Callable[[Path], Said]] = {
     "model": _model,
     "cluster": _cluster,
@@ -154,6 +164,7 @@ _READERS: dict[str, Callable[[Path], Said]] = {
     "study": _study,
     "kernels": _kernels,
     "acceptance": _acceptance,
+    "config": _config,
 }
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
+from hp_tune.commands.config import take_config
 from hp_tune.commands.options import (
+    is_study,
     read_documents,
     read_only,
     read_require,
@@ -24,12 +24,12 @@ from hp_tune.errors import UsageError
 if TYPE_CHECKING:
     from hp_tune.searching.engine import Result
 
-__all__ = ["progress_bar", "result_asked_for", "search_options"]
+__all__ = ["result_asked_for", "search_options"]
 
 NOT_ASKED = (
     "budget", "keep", "kernels", "max_trials", "mode", "objective", "seed", "seq_hist", "storage",
     "within", "backend", "nproc_per_node", "hosts", "master_addr", "trial_timeout", "rounds",
-    "warmup", "study", "out", "as_json", "help",
+    "warmup", "study", "out", "as_json", "quiet", "help",
 )  # fmt: skip
 """Parameters of ``search`` that say how it is measured and what becomes of it, not which it is."""
 IN_BOTH = ("model", "cluster", "seq")
@@ -44,7 +44,9 @@ def search_options(command: click.Command) -> click.Command:
         if parameter.name in NOT_ASKED or not isinstance(parameter, click.Option):
             continue
         own = copy.copy(parameter)
-        own.required = False
+        own.required, own.envvar = False, None
+        if own.name == "config":
+            own.callback = partial(take_config, without=NOT_ASKED)
         command.params.append(own)
     return command
 
@@ -89,20 +91,26 @@ def _search_names() -> set[str]:
 
 
 def _of_plan(path: Path, options: dict[str, Any], given: list[str]) -> Result:
-    from hp_tune.explanation.source import result_of_plan
-    from hp_tune.plans.plan_file import load
-
     if not path.is_file():
         raise UsageError(
             f"there is no plan {path}",
             "write one with `hp-tune search`, or give the options of a search",
         )
-    others = [name for name in given if name not in IN_BOTH]
+    kind = "study" if is_study(path) else "plan"
+    both = IN_BOTH if kind == "plan" else IN_BOTH[:2]  # a study is of one length
+    others = [name for name in given if name not in both]
     if others:
         raise UsageError(
-            f"--{', --'.join(others)} must be left out beside a plan, which says it already",
+            f"--{', --'.join(others)} must be left out beside a {kind}, which says it already",
             "without PLAN the options of a search are taken",
         )
+    if kind == "study":
+        from hp_tune.explanation.recorded import result_of_study
+
+        return result_of_study(path, model=options["model"], cluster=options["cluster"])
+    from hp_tune.explanation.source import result_of_plan
+    from hp_tune.plans.plan_file import load
+
     return result_of_plan(
         load(path), model=options["model"], cluster=options["cluster"], seq_len=_length(options)
     )
@@ -131,25 +139,3 @@ def _of_search(options: dict[str, Any]) -> Result:
         show = render.result_json if options["as_json"] else render.result_text
         show(error.result, None)
         raise
-
-
-@contextmanager
-def progress_bar(title: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar on stderr while work runs, where stdout and stderr are terminals; else nothing.
-
-    What is yielded takes (what is worked on, how many are done, of how many).
-    """
-    if not (sys.stdout.isatty() and sys.stderr.isatty()):
-        yield lambda _name, _done, _total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(title, total=None)
-
-        def step(name: str, done: int, total: int) -> None:
-            progress.update(task, description=f"{title}: {name}", completed=done, total=total)
-
-        yield step

@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
-from hp_tune.commands.again import progress_bar, result_asked_for, search_options
+from hp_tune.commands.again import result_asked_for, search_options
 from hp_tune.commands.options import json_option
+from hp_tune.commands.progress import Bar
 
 __all__ = ["explain"]
 
@@ -21,7 +22,7 @@ __all__ = ["explain"]
               help="Write the predicted timeline for https://ui.perfetto.dev.")  # fmt: skip
 @json_option()
 def explain(plan: Path | None, **options: Any) -> None:
-    """Explain the choice of PLAN (plan.json), or of a search with these options.
+    """Explain the choice of PLAN (plan.json or a study), or of a search with these options.
 
     Printed are what the winner's time is made of, its two streams, by which terms each rival loses,
     which assumed number would change the winner and at what factor, and what a feature that is
@@ -34,8 +35,8 @@ def explain(plan: Path | None, **options: Any) -> None:
     from hp_tune.printing.tables import print_json
 
     result = result_asked_for(plan, options)
-    with progress_bar("looking for flips") as step:
-        explanation = explain(result, step)
+    with Bar("looking for flips") as bar:
+        explanation = explain(result, bar.step)
     rival = find_rival(explanation, options["rival"]) if options["rival"] else None
     if options["trace"] is not None:
         title = f"{explanation.label}: {result.model.name} on {result.cluster.name}"

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hp_tune.commands.options import count_option, json_option, tell
+from hp_tune.commands.options import count_option, json_option
+from hp_tune.commands.progress import Bar
 from hp_tune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ __all__ = ["profile"]
 @click.option("--out", default=None, type=click.Path(path_type=Path, dir_okay=False),
               help="Where the description is written.  [default: NAME.yaml]")  # fmt: skip
 @json_option("Print the description and every sample as one JSON object.")
+@click.option("--quiet", is_flag=True, help="Say nothing on stderr but what is wrong.")
 def profile(
     base: str | None,
     name: str | None,
@@ -55,6 +57,7 @@ def profile(
     timeout: float,
     out: Path | None,
     as_json: bool,
+    quiet: bool,
 ) -> None:
     """Measure collectives, copies, matrix products and attention, and write a cluster file.
 
@@ -86,8 +89,10 @@ def profile(
         threads=1 if backend == "cpu-gloo" else None,
     )
     path = out or Path(f"{name}.yaml")
-    cluster, found = profile(
-        launcher, path, name=name, base=base, dtype=dtype, effort=effort, timeout=timeout, tell=tell
-    )
+    with Bar("measuring", quiet=quiet) as bar:
+        cluster, found = profile(
+            launcher, path, name=name, base=base, dtype=dtype, effort=effort, timeout=timeout,
+            tell=bar.tell, step=bar.step,
+        )  # fmt: skip
     show(cluster, found, path, as_json=as_json)
     sys.stdout.flush()

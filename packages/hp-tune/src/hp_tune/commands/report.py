@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
-from hp_tune.commands.again import progress_bar, result_asked_for, search_options
+from hp_tune.commands.again import result_asked_for, search_options
 from hp_tune.commands.options import json_option, read_lengths
+from hp_tune.commands.progress import Bar
 from hp_tune.errors import UsageError
 
 __all__ = ["report"]
@@ -24,7 +25,7 @@ __all__ = ["report"]
               "[default: an eighth to four times the length]")  # fmt: skip
 @json_option("Print where the page is and what is on it as JSON.")
 def report(plan: Path | None, **options: Any) -> None:
-    """Write one page that shows PLAN (plan.json), or a search with these options.
+    """Write one page that shows PLAN (plan.json or a study), or a search with these options.
 
     It has the ranking, time against sequence length, bytes, memory, the front of time and memory,
     both streams, every rejection and the source of every number. It needs no network and no script.
@@ -38,10 +39,10 @@ def report(plan: Path | None, **options: Any) -> None:
     lengths = default_lengths(result)
     if options["lengths"]:
         lengths = tuple(sorted({*read_lengths(options["lengths"]), result.workload.seq_len}))
-    with progress_bar("searching") as step:
-        found = search_lengths(result, lengths, step)
-    with progress_bar("looking for flips") as step:
-        explanation = explain(result, step)
+    with Bar("searching") as bar:
+        found = search_lengths(result, lengths, bar.step)
+    with Bar("looking for flips") as bar:
+        explanation = explain(result, bar.step)
     out: Path = options["out"]
     try:
         out.write_text(report_html(explanation, found), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hp_tune.commands.config import config_option, told_by
 from hp_tune.commands.options import (
     count_option,
     counts_option,
@@ -19,8 +21,8 @@ from hp_tune.commands.options import (
     read_only,
     read_require,
     read_workload,
-    tell,
 )
+from hp_tune.commands.progress import Bar
 from hp_tune.measured.options import measuring_options
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["search"]
 
 
+@config_option
 @click.command()
 @click.option("--model", required=True, help="A config.json, a folder that has one, or a preset.")
 @click.option("--cluster", required=True, help="A YAML file or a preset.")
@@ -93,6 +96,7 @@ __all__ = ["search"]
 @click.option("--out", default="plan.json", show_default=True, help="Where the plan is written.",
               type=click.Path(path_type=Path, dir_okay=False))  # fmt: skip
 @json_option("Print the result as one JSON object.")
+@click.option("--quiet", is_flag=True, help="Say nothing on stderr but what is wrong.")
 def search(**options: Any) -> None:
     """Rank every configuration for a model on a cluster, and write the best as a plan."""
     from hp_tune.clusters.cluster_files import read_cluster
@@ -108,32 +112,78 @@ def search(**options: Any) -> None:
     how = _settings(options)
     budget = Budget(options["budget"], options["max_trials"])
     study = partial(_study_path, model, cluster, options, len(lengths) > 1)
-    found = search_lengths(
-        model, cluster, workload, lengths,
-        study=study,
-        storage=options["storage"],
-        measurer=None if how.mode == "analytic" else _measurer(model, options, study),
-        budget=budget,
-        tell=tell,
-        settings=how,
-    )  # fmt: skip
+    with Bar("searching", quiet=options["quiet"]) as bar:
+        found = search_lengths(
+            model, cluster, workload, lengths,
+            study=study,
+            storage=options["storage"],
+            measurer=None if how.mode == "analytic" else _measurer(model, options, study, bar.tell),
+            budget=budget,
+            tell=bar.tell,
+            step=bar.step,
+            settings=how,
+        )  # fmt: skip
     if found.plan is not None:
         write(found.plan, options["out"])
-    show = render_search.as_json if options["as_json"] else render_search.as_text
-    show(found, None if found.plan is None else options["out"])
+    out = None if found.plan is None else options["out"]
+    if options["as_json"]:
+        render_search.as_json(found, out, told_by(click.get_current_context()))
+    else:
+        render_search.as_text(found, out)
     if found.error is not None:
         raise found.error
 
 
+def config_says(path: Path) -> tuple[str, list[str]]:
+    """Return what a file for ``--config`` asks for, and what it leaves to the command line.
+
+    Raises:
+        UsageError: It, or a file or a preset that it names, cannot be used.
+    """
+    from hp_tune.clusters.cluster_files import read_cluster
+    from hp_tune.commands.config import read_config
+    from hp_tune.models.hf_config import read_model
+    from hp_tune.searching.evaluate import check_inputs
+
+    said = read_config(path, search)
+    bare = click.Command("search", params=[copy.copy(one) for one in search.params])
+    for one in bare.params:
+        one.envvar = None  # the file is checked, not this shell
+    # whatever is missing is None and no error
+    context = bare.make_context("search", [], default_map=said, resilient_parsing=True)
+    options = context.params
+    model = None if options["model"] is None else read_model(options["model"])
+    cluster = None if options["cluster"] is None else read_cluster(options["cluster"])
+    missing = [name for name in ("model", "cluster", "cp") if options[name] is None]
+    missing += ["seq"] * (options["seq"] is None and options["seq_hist"] is None)
+    notes = [f"--{', --'.join(missing)} must be given beside it"] if missing else []
+    words = [f"{options['mode']} search"]
+    words += [f"of {model.name}"] if model else []
+    words += [f"on {cluster.name}"] if cluster else []
+    read_require(options)
+    if options["cp"] is None:
+        return " ".join(words), notes
+    read_only(options)
+    words += [f"with cp {options['cp']}"]
+    if model is not None and (options["seq"] or options["seq_hist"]):
+        lengths = _lengths(options)
+        words += [f"at {', '.join(str(length) for length, _ in lengths)}"]
+        workload = read_workload(model, options, lengths[0][0], read_documents(options))
+        if cluster is not None:
+            check_inputs(cluster, workload)
+    return " ".join(words), notes
+
+
 def _lengths(options: dict[str, Any]) -> list[tuple[int, float]]:
     from hp_tune.errors import UsageError
-    from hp_tune.searching.lengths import binned, read_histogram
 
     listed, path = options["seq"], options["seq_hist"]
     if (listed is None) == (path is None):
         raise UsageError("one of --seq and --seq-hist must be given", "such as --seq 32K,128K")
     if path is None:
         return [(length, 1 / len(listed)) for length in listed]
+    from hp_tune.searching.lengths import binned, read_histogram
+
     return binned(read_histogram(path), 2 * options["cp"])
 
 
@@ -158,7 +208,10 @@ def _settings(options: dict[str, Any]) -> Settings:
 
 
 def _measurer(
-    model: Model, options: dict[str, Any], study: Callable[[Workload], Path]
+    model: Model,
+    options: dict[str, Any],
+    study: Callable[[Workload], Path],
+    tell: Callable[[str], None],
 ) -> Callable[[Workload], Measurer]:
     """Return what makes the runner of trials of a length; its logs are beside the study."""
     from hp_tune.measured.options import measurer_from

@@ -25,7 +25,8 @@ def validate(files: tuple[Path, ...], against: Path | None, as_json: bool) -> No
     """Check FILES: schema, units and plausibility.
 
     Known are models (config.json or its folder), clusters and their overlays (YAML), plans,
-    studies, launch parameters of kernels and recorded measurements.
+    studies, launch parameters of kernels, recorded measurements, and the files of
+    ``search --config`` (YAML, JSON, TOML).
     """
     if not files and against is None:
         raise UsageError("there must be a file to check", "hp-tune validate FILE...")
@@ -62,14 +63,14 @@ def _check(files: tuple[Path, ...], as_json: bool) -> None:
 
 def _score(path: Path, as_json: bool) -> None:
     from hp_tune.acceptance import mean_regret, read_acceptance, score
-    from hp_tune.commands.again import progress_bar
+    from hp_tune.commands.progress import Bar
     from hp_tune.printing.tables import new_console, new_table, print_json
 
     accepted = read_acceptance(path)
     scores = []
-    with progress_bar("scoring") as step:
+    with Bar("scoring") as bar:
         for done, case in enumerate(accepted.cases):
-            step(case.name, done, len(accepted.cases))
+            bar.step(case.name, done, len(accepted.cases))
             scores.append(score(case))
     mean, limit = mean_regret(scores), accepted.max_mean_regret
     if as_json:

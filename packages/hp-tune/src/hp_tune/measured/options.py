@@ -17,13 +17,20 @@ __all__ = ["measurer_from", "measuring_options"]
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any] | click.Command)
 
+
+class _Hosts(click.types.StringParamType):
+    """Prefixes of commands: they have spaces in them, so HP_TUNE_HOST is split at semicolons."""
+
+    envvar_list_splitter = ";"
+
+
 OPTIONS = (
     click.option("--backend", default="cpu-gloo", show_default=True,
                  type=click.Choice(["cpu-gloo", "cuda-nccl", "npu-hccl"]),
                  help="Device and collectives of measured trials."),
     click.option("--nproc-per-node", type=click.IntRange(min=1), default=None, metavar="N",
                  help="Ranks of a trial on each host.  [default: --cp over the hosts]"),
-    click.option("--host", "hosts", multiple=True, metavar="PREFIX",
+    click.option("--host", "hosts", multiple=True, metavar="PREFIX", type=_Hosts(),
                  help="What stands in front of a command to run it on a node, such as 'ssh node1' "
                  "or 'ip netns exec hp0'; once per node.  [default: this machine]"),
     click.option("--master-addr", default="", metavar="ADDRESS",

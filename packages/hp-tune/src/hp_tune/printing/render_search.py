@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,8 +44,11 @@ def as_text(found: Searches, out: Path | None) -> None:
     )
 
 
-def as_json(found: Searches, out: Path | None) -> None:
-    """Print one search as one object, and several as a list of them with the buckets."""
+def as_json(found: Searches, out: Path | None, told_by: Mapping[str, str]) -> None:
+    """Print one search as one object, and several as a list of them with the buckets.
+
+    ``told_by`` is where each option was said that has not its default.
+    """
     objects = [
         {
             **render.result_object(replace(result, plan=found.plan), out),
@@ -70,7 +74,7 @@ def as_json(found: Searches, out: Path | None) -> None:
         for result in found.results
     ]
     if len(objects) == 1:
-        print_json(objects[0])
+        print_json({**objects[0], "told_by": dict(told_by)})
         return
     plan = found.plan
     print_json(
@@ -79,6 +83,7 @@ def as_json(found: Searches, out: Path | None) -> None:
             "buckets": [entry.when.model_dump() for entry in plan.entries] if plan else [],
             "plan": None if out is None else str(out),
             "digest": None if plan is None else plan.digest,
+            "told_by": dict(told_by),
         }
     )
 

@@ -13,6 +13,7 @@ from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.errors import AllFailedError, UsageError
 from hp_tune.profile.overlay import describe
 from hp_tune.profile.writing import as_said_in, write_cluster
+from hp_tune.steps import Step
 from hp_tune.torchrun import Backend, Launcher
 from hp_tune.workload import Dtype
 
@@ -56,6 +57,7 @@ def profile(
     effort: Effort | None = None,
     timeout: float = 900.0,
     tell: Callable[[str], None] = lambda _: None,
+    step: Step | None = None,
 ) -> tuple[Cluster, Mapping[str, Any]]:
     """Measure, and write the description of the cluster.
 
@@ -68,6 +70,7 @@ def profile(
         effort: How much is measured.
         timeout: Seconds after which all ranks are ended.
         tell: Receives one sentence when the ranks start.
+        step: Receives what is measured now, how many rounds are done, and of how many.
 
     Returns:
         The cluster as the file says it, and what the ranks found.
@@ -100,7 +103,11 @@ def profile(
     }
     with tempfile.TemporaryDirectory(prefix="hp-tune-profile-") as folder:
         job = launcher.run(
-            "hp_tune.profile.worker", request, folder=Path(folder) / "job", timeout=timeout
+            "hp_tune.profile.worker",
+            request,
+            folder=Path(folder) / "job",
+            timeout=timeout,
+            step=step,
         )
         if not job.ok or job.answer is None:
             why = f"after {timeout:g} s" if job.timed_out else "a rank failed"

@@ -41,10 +41,17 @@ class Found:
 
 
 class Clock:
-    """Times pieces on a device; every rank must do so at the same time, in the same order."""
+    """Times pieces on a device; every rank must do so at the same time, in the same order.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    Args:
+        device: Of this rank.
+        after_round: Is called after each round of each `measure`.
+    """
+
+    def __init__(
+        self, device: torch.device, after_round: Callable[[], None] = lambda: None
+    ) -> None:
+        self.device, self._after_round = device, after_round
 
     def synchronize(self) -> None:
         """Wait until the device has done what it was given."""
@@ -85,6 +92,7 @@ class Clock:
                     walls[name].append(longest[at])
                     used[name].append(together[at])
                     most[name].append(busiest[at])
+            self._after_round()
         return {
             name: Found(
                 statistics.median(walls[name]),

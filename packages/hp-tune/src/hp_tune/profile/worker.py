@@ -19,7 +19,7 @@ from hp_tune.profile.host import measure_host
 from hp_tune.profile.overlap import measure_overlap
 from hp_tune.profile.shapes import cp_shapes
 from hp_tune.profile.timing import Clock
-from hp_tune.torchrun.worker import answer, request
+from hp_tune.torchrun.worker import answer, report, request
 
 __all__: list[str] = []
 
@@ -43,7 +43,11 @@ def main() -> None:
     if kind != "cpu":
         torch.get_device_module(device).set_device(device)
     dist.init_process_group(transport, timeout=timedelta(seconds=300))
-    clock = Clock(device)
+    host_too = kind == "cpu" and dist.get_world_size() > 1
+    watch = _Watch(
+        ["collectives", "products, copies, attention", *["host"] * host_too], asked["rounds"]
+    )
+    clock = Clock(device, watch.after_round)
     places = _places()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cores = max(1, (cores or 1) // torch.get_num_threads())
@@ -91,6 +95,26 @@ def main() -> None:
     if dist.get_rank() == 0:
         answer(found)
     dist.destroy_process_group()
+
+
+class _Watch:
+    """Reports rounds, as rank 0, under the names of what is measured one after another."""
+
+    def __init__(self, names: list[str], rounds: int) -> None:
+        self._names, self._each = names, rounds + 1  # the first one of each does not count
+        self._done = 0
+        self.show()
+
+    def after_round(self) -> None:
+        """Count a round."""
+        self._done += 1
+        self.show()
+
+    def show(self) -> None:
+        """Say what is measured now."""
+        if dist.get_rank() == 0:
+            now = [*self._names, "overlap"][self._done // self._each]
+            report(now, self._done, len(self._names) * self._each)
 
 
 def _places() -> list[str]:

@@ -11,6 +11,7 @@ from hp_tune.errors import TuneError
 from hp_tune.plans.plan_making import make_plan
 from hp_tune.searching.engine import Settings, search
 from hp_tune.searching.result import NothingMeasuredError, NothingValidError, OutOfBudgetError
+from hp_tune.steps import Step, no_step
 
 if TYPE_CHECKING:
     from hp_tune.clusters.cluster import Cluster
@@ -50,6 +51,7 @@ def search_lengths(
     measurer: Callable[[Workload], Measurer] | None = None,
     budget: Budget | None = None,
     tell: Callable[[str], None] = lambda _: None,
+    step: Step = no_step,
     settings: Settings | None = None,
     **options: Any,
 ) -> Searches:
@@ -65,6 +67,7 @@ def search_lengths(
         measurer: Returns what runs configurations of a length.
         budget: For all lengths together.
         tell: As in `search`.
+        step: As in `search`, a length at a time.
         settings: As in `search`.
         **options: As in `search`.
     """
@@ -81,6 +84,7 @@ def search_lengths(
                 measurer=measurer,
                 budget=budget,
                 tell=tell,
+                step=step if len(lengths) == 1 else _at(length, step),
                 settings=how,
             )  # fmt: skip
         except (NothingValidError, OutOfBudgetError, NothingMeasuredError) as error:
@@ -90,6 +94,10 @@ def search_lengths(
     answered = [result for result in results if result.ranking]
     plan = make_plan(answered, how.made_by()) if answered else None
     return Searches(tuple(results), plan, errors[0] if errors else None)
+
+
+def _at(length: int, step: Step) -> Step:
+    return lambda what, done, total: step(f"sequence {length}, {what}", done, total)
 
 
 def _of(error: TuneError, length: int) -> TuneError:

@@ -15,6 +15,7 @@ from hp_tune.searching.budget import Budget
 from hp_tune.searching.evaluate import Evaluated, Point, Recompute, evaluate
 from hp_tune.searching.ranking import Ranked, find_flips, front
 from hp_tune.searching.result import Mode, NothingValidError, Objective, Result
+from hp_tune.steps import Step, no_step
 from hp_tune.workload import Config, Workload
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def search(
     measurer: Measurer | Callable[[Workload], Measurer] | None = None,
     budget: Budget | None = None,
     tell: Callable[[str], None] = lambda _: None,
+    step: Step = no_step,
     settings: Settings | None = None,
     **options: Any,
 ) -> Result:
@@ -102,6 +104,7 @@ def search(
             decided here; for the modes that measure.
         budget: Where measuring stops; None for no limit.
         tell: Receives one sentence when there is something to wait for, to repair or to report.
+        step: Receives what is worked on now, how many are done, and of how many.
         settings: How it is done; ``options`` are fields of `Settings` instead.
         **options: Such as ``mode="hybrid"`` or ``variants=True``.
 
@@ -143,21 +146,25 @@ def search(
         assert measurer is not None, "checked above"
         assert place is not None, "a mode that measures has a place"
         measurer = measurer(result.workload) if callable(measurer) else measurer
-        result = _measured(result, found, how, place, measurer, budget or Budget(), tell)
+        result = _measured(result, found, how, place, measurer, budget or Budget(), tell, step)
     if how.kernels is not None and result.ranking:
-        result = _with_kernels(result, how, study, tell)
+        result = _with_kernels(result, how, study, tell, step)
     return concluded(result, how)
 
 
 def _with_kernels(
-    result: Result, how: Settings, study: Path | None, tell: Callable[[str], None]
+    result: Result,
+    how: Settings,
+    study: Path | None,
+    tell: Callable[[str], None],
+    step: Step,
 ) -> Result:
     """Add the launches of the best; say so if with launches another one would be first."""
     from hp_tune.searching.joint import search_joint
 
     assert how.kernels is not None, "asked for by the caller"
     path = None if study is None else study.with_suffix(".kernels.journal")
-    joint = search_joint(result, how.kernels, study=path, seed=how.seed, tell=tell)
+    joint = search_joint(result, how.kernels, study=path, seed=how.seed, tell=tell, step=step)
     notes = [f"launches: {joint.recorded} of {joint.size} points priced; {joint.note}"]
     best, first = result.ranking[0], joint.ranking[0].ranked
     if first.config != best.config:
@@ -187,6 +194,7 @@ def _measured(
     measurer: Measurer,
     budget: Budget,
     tell: Callable[[str], None],
+    step: Step,
 ) -> Result:
     """Measure what the mode asks for, and rank by it."""
     from hp_tune.searching.measure import measure, shortlist
@@ -204,7 +212,7 @@ def _measured(
         fate: Fate = "waiting" if point.config in chosen else "outranked"
         fates.append((point, "rejected" if point.rejection else fate))
     recorded = trials.add(fates)
-    ran = measure(trials, wanted, measurer, budget, tell)
+    ran = measure(trials, wanted, measurer, budget, tell, step)
     late = [] if how.require is None else _broken(how.require, ran.ranking)
     return replace(
         result,

@@ -23,6 +23,7 @@ from hp_tune.kernels.sampling import proposals
 from hp_tune.kernels.shapes import ELEMENT_SIZE, Shape
 from hp_tune.kernels.space import Space, refusal, space_of, start
 from hp_tune.searching.ranking import Ranked
+from hp_tune.steps import Step, no_step
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,6 +80,7 @@ def search_joint(
     study: Path | None = None,
     seed: int = 0,
     tell: Callable[[str], None] = lambda _: None,
+    step: Step = no_step,
 ) -> Joint:
     """Price the configurations of ``result`` with every launch of the kernels on ``device``.
 
@@ -88,6 +90,7 @@ def search_joint(
         study: Journal file that keeps every priced point; None keeps nothing.
         seed: Of the sampler.
         tell: Receives one sentence when there is something to wait for or to repair.
+        step: Receives what is priced or recorded, how many are done, and of how many.
     """
     try:
         asked = Asked.parse(device)
@@ -100,10 +103,13 @@ def search_joint(
         )
     cores = vector_cores(asked.name)
     launches = list(space_of("ascend", cores))
-    parts = [_part(result, ranked, launches, cores) for ranked in result.ranking]
+    parts = []
+    for done, ranked in enumerate(result.ranking):
+        step(ranked.config.label(result.workload.cp_size), done, len(result.ranking))
+        parts.append(_part(result, ranked, launches, cores))
     size = sum(len(part.pack) * len(part.unpack) for part in parts)
     whole = size <= MOST_PRICED
-    points = list(_every(parts)) if whole else _sampled(parts, launches, cores, seed)
+    points = list(_every(parts)) if whole else _sampled(parts, launches, cores, seed, step)
     best_of: dict[int, _Point] = {}
     for point in sorted(points, key=lambda point: (point[3], point[:3])):
         best_of.setdefault(point[0], point)
@@ -120,7 +126,7 @@ def search_joint(
             "base": sha256([part.base for part in parts])[:16],
             "seed": seed,
         }
-        _record(study, inputs, parts, launches, points, tell)
+        _record(study, inputs, parts, launches, points, tell, step)
     return Joint(size, len(points), tuple(found))
 
 
@@ -181,7 +187,11 @@ def _every(parts: Sequence[_Part]) -> Iterator[_Point]:
 
 
 def _sampled(
-    parts: Sequence[_Part], launches: Sequence[Mapping[str, int]], cores: int, seed: int
+    parts: Sequence[_Part],
+    launches: Sequence[Mapping[str, int]],
+    cores: int,
+    seed: int,
+    step: Step,
 ) -> list[_Point]:
     """Return what TPE asks for, pruned points with a time of infinity."""
     everywhere = tuple(range(len(launches)))
@@ -200,6 +210,7 @@ def _sampled(
             ms = float(part.base + part.pack[pack] + part.unpack[unpack])
         best = min(best, ms)
         points.append((asked["config"], pack, unpack, ms))
+        step("launches asked of TPE", len(points), MOST_SAMPLED)
         if len(points) >= MOST_SAMPLED:
             points.sort(key=lambda point: point[3])
             return list({point[:3]: point for point in reversed(points)}.values())
@@ -213,6 +224,7 @@ def _record(
     launches: Sequence[Mapping[str, int]],
     points: Sequence[_Point],
     tell: Callable[[str], None],
+    step: Step,
 ) -> None:
     """Add the points that the study does not have, in one write."""
     from hp_tune.study.journal import in_one_write
@@ -224,11 +236,20 @@ def _record(
         study = study_in(storage, str(path), "configurations and launches", inputs)
         known = {trial.user_attrs["point"] for trial in study.get_trials(deepcopy=False)}
         with in_one_write(storage):
-            study.add_trials(
-                _trial(point, parts, launches)
-                for point in points
-                if ":".join(map(str, point[:3])) not in known
-            )
+            missing = [point for point in points if ":".join(map(str, point[:3])) not in known]
+            study.add_trials(_trials(missing, parts, launches, step))
+
+
+def _trials(
+    points: Sequence[_Point],
+    parts: Sequence[_Part],
+    launches: Sequence[Mapping[str, int]],
+    step: Step,
+) -> Iterator[FrozenTrial]:
+    for done, point in enumerate(points):
+        if done % 100 == 0:
+            step("points recorded", done, len(points))
+        yield _trial(point, parts, launches)
 
 
 def _trial(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from hp_tune.cost.memory import GIB
 from hp_tune.measured.ties import is_tie
 from hp_tune.searching.ranking import Failed, Ranked, find_flips
+from hp_tune.steps import Step, no_step
 from hp_tune.study.owner import describe
 from hp_tune.study.place import turn
 from hp_tune.study.trials import Trials
@@ -81,6 +82,7 @@ def measure(
     measurer: Measurer,
     budget: Budget,
     tell: Callable[[str], None],
+    step: Step = no_step,
 ) -> Measurements:
     """Measure every point of ``wanted`` that no worker has measured, then the finalists together.
 
@@ -90,11 +92,12 @@ def measure(
         measurer: Runs them.
         budget: Of this run.
         tell: Receives a sentence per trial.
+        step: Receives which one runs, how many have run, and of how many.
     """
     by_config = {ranked.config: ranked for ranked in wanted}
     ended = ""
     try:
-        ended = _trials(trials, by_config, measurer, budget, tell)
+        ended = _trials(trials, by_config, measurer, budget, tell, step)
     except BaseException:  # a signal, say: what is known is said, what was begun waits for others
         trials.give_back()
         tell(_best_so_far(trials, by_config))
@@ -104,7 +107,7 @@ def measure(
     finals: Mapping[Config, Measured] = {}
     finalists = _finalists(timed)
     if not ended and len(finalists) > 1:
-        finals = _finals(trials, finalists, measurer, tell)
+        finals = _finals(trials, finalists, measurer, tell, step)
     return _decided(by_config, found, finals, ended, trials.cp_size)
 
 
@@ -114,6 +117,7 @@ def _trials(
     measurer: Measurer,
     budget: Budget,
     tell: Callable[[str], None],
+    step: Step,
 ) -> str:
     """Claim and run until nothing is left; return why it stopped before that, or nothing."""
     told = False
@@ -122,14 +126,17 @@ def _trials(
             spent = budget.spent()
             claim = trials.claim(list(wanted), may_take=not spent)
             if not claim.left:
+                step("done", len(wanted), len(wanted))
                 return ""
             if spent:
                 return f"{spent} with {claim.left} of {len(wanted)} points left"
             if claim.config is not None:
-                number = len(wanted) - claim.left + 1
-                _run(trials, wanted[claim.config], measurer, tell, f"{number} of {len(wanted)}")
+                done, total = len(wanted) - claim.left, len(wanted)
+                step(claim.config.label(trials.cp_size), done, total)
+                _run(trials, wanted[claim.config], measurer, tell, f"{done + 1} of {total}")
                 budget.use()
                 continue
+        step("waiting for another worker", len(wanted) - claim.left, len(wanted))
         if not told:
             tell(f"waiting for {describe(claim.busy[0])}, which measures the rest")
             told = True
@@ -184,13 +191,18 @@ def _finalists(timed: Sequence[Ranked]) -> list[Ranked]:
 
 
 def _finals(
-    trials: Trials, finalists: Sequence[Ranked], measurer: Measurer, tell: Callable[[str], None]
+    trials: Trials,
+    finalists: Sequence[Ranked],
+    measurer: Measurer,
+    tell: Callable[[str], None],
+    step: Step,
 ) -> Mapping[Config, Measured]:
     configs = [ranked.config for ranked in finalists]
     with turn(trials.place, tell):
         found = trials.finals(configs)
         if found is None:
             tell(f"finals: {len(configs)} finalists in turns in one job")
+            step(f"finals of {len(configs)}", 0, 1)
             found = dict(measurer.finals(configs))
             trials.keep_finals(found)
     return found

@@ -3,6 +3,7 @@
 =================  ==================================================================
 ``request.json``   what it was asked
 ``answer.json``    what rank 0 answered
+``progress.json``  how far rank 0 says that it is, where it does
 ``rank3.json``     how far rank 3 came: running, done, or failed with its traceback
 ``rank3.out/err``  what rank 3 wrote
 ``node0.json``     exit codes of the ranks of node 0 that did not end well

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hp_tune.errors import MissingToolsError, UsageError
+from hp_tune.steps import Step
 from hp_tune.torchrun.job import Job, local_ranks, read_job, tail
 from hp_tune.torchrun.worker import write_json
 
@@ -76,7 +78,15 @@ class Launcher:
         for host in self.hosts or ("",):
             self._check_node(host, code)
 
-    def run(self, module: str, request: Mapping[str, Any], *, folder: Path, timeout: float) -> Job:
+    def run(
+        self,
+        module: str,
+        request: Mapping[str, Any],
+        *,
+        folder: Path,
+        timeout: float,
+        step: Step | None = None,
+    ) -> Job:
         """Run ``python -m module REQUEST`` on every rank, and wait for the end.
 
         Args:
@@ -84,19 +94,25 @@ class Launcher:
             request: Anything that JSON holds.
             folder: For this job alone; what an earlier one left there is removed.
             timeout: Seconds until all ranks are ended.
+            step: Receives what rank 0 says with `hp_tune.torchrun.worker.report`.
 
         Returns:
             How it ended; a failed job is not an error here. No process of the job is left, also
             when this call is left by an exception such as that of a signal.
         """
         for _ in range(PORT_TRIES):
-            job = self._run_once(module, request, folder.absolute(), timeout)
+            job = self._run_once(module, request, folder.absolute(), timeout, step)
             if len(self.hosts) < 2 or not _port_was_taken(job):
                 break
         return job
 
     def _run_once(
-        self, module: str, request: Mapping[str, Any], folder: Path, timeout: float
+        self,
+        module: str,
+        request: Mapping[str, Any],
+        folder: Path,
+        timeout: float,
+        step: Step | None,
     ) -> Job:
         shutil.rmtree(folder, ignore_errors=True)
         try:
@@ -109,7 +125,7 @@ class Launcher:
             ) from None
         deadline = time.monotonic() + timeout
         nodes: list[subprocess.Popen[bytes]] = []
-        timed_out = False
+        timed_out, told = False, list[Any]()
         try:
             for command, index in self._commands(module, folder, time.time() + timeout):
                 nodes.append(_start(command, folder, index))
@@ -120,6 +136,8 @@ class Launcher:
                 if time.monotonic() > deadline:
                     timed_out = True
                     break
+                if step is not None:
+                    told = _show(folder, step, told)
                 time.sleep(POLL_S)
         finally:
             _end(nodes)
@@ -195,6 +213,17 @@ def on_host(prefix: str, command: Sequence[str]) -> list[str]:
     if words and Path(words[0]).name == "ssh":
         return [*words, shlex.join(command)]
     return [*words, *command]
+
+
+def _show(folder: Path, step: Step, told: list[Any]) -> list[Any]:
+    """Pass on what rank 0 reports, once; return it."""
+    try:
+        found: list[Any] = json.loads((folder / "progress.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not yet
+        return told
+    if found != told:
+        step(*found)
+    return found
 
 
 def _start(command: list[str], folder: Path, index: int) -> subprocess.Popen[bytes]:

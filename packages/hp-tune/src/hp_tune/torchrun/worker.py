@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["answer", "request", "write_json"]
+__all__ = ["answer", "report", "request", "write_json"]
 
 
 def request() -> dict[str, Any]:
@@ -17,12 +17,17 @@ def request() -> dict[str, Any]:
     return found
 
 
+def report(what: str, done: int, total: int) -> None:
+    """Write how far the job is, as rank 0, for who waits for it."""
+    write_json(Path(sys.argv[1]).with_name("progress.json"), [what, done, total])
+
+
 def answer(value: dict[str, Any]) -> None:
     """Write what this job answers, as rank 0; a later answer replaces an earlier one."""
     write_json(Path(sys.argv[1]).with_name("answer.json"), value)
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any] | list[Any]) -> None:
     """Write ``value`` to ``path`` as one step: a reader sees the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(value), encoding="utf-8")

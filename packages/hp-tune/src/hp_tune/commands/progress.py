@@ -1,0 +1,84 @@
+"""What a command says while it works: sentences on stderr, and a bar where that is a terminal."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import click
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+__all__ = ["Bar"]
+
+
+class Bar:
+    """Sentences as they come, and below them how far the work is.
+
+    The bar has what is worked on, how much is done, and the time that is left once that can be
+    told. It is drawn on a terminal only, from the first `step` on, and wiped away at the end: what
+    is no terminal gets the sentences alone. Stdout is left to the results.
+
+    Args:
+        title: What is done.
+        quiet: Say and show nothing.
+    """
+
+    def __init__(self, title: str, *, quiet: bool = False) -> None:
+        self._title, self._quiet = title, quiet
+        self._shown: tuple[Progress, TaskID] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        if self._shown is not None:
+            self._shown[0].stop()
+            self._shown = None
+
+    def tell(self, sentence: str) -> None:
+        """Say a sentence."""
+        if self._quiet:
+            return
+        if self._shown is None:
+            click.echo(f"hp-tune: {sentence}", err=True)
+        else:
+            console = self._shown[0].console
+            console.print(f"hp-tune: {sentence}", markup=False, highlight=False, soft_wrap=True)
+
+    def step(self, what: str, done: int, total: int) -> None:
+        """Show what is worked on now, and how many of how many are done."""
+        if self._quiet or not sys.stderr.isatty():
+            return
+        if self._shown is None:
+            self._shown = _start(self._title)
+        progress, task = self._shown
+        progress.update(task, description=f"{self._title}: {what}", completed=done, total=total)
+
+
+def _start(title: str) -> tuple[Progress, TaskID]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeElapsedColumn as Elapsed
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    progress = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        Elapsed(),
+        TextColumn("left"),
+        Remaining(),
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=False,  # results are none of a bar's business
+    )
+    progress.start()
+    return progress, progress.add_task(title, total=None)
