@@ -1,4 +1,4 @@
-"""``hp-tune explain``: from a plan whose descriptions must be the ones it was made with."""
+"""``hp-tune explain``: from a plan or study whose descriptions must be those it was made with."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 
 from hp_tune.cli import main
-from hp_tune.clusters.cluster_files import cluster_presets
+from hp_tune.clusters.cluster_files import cluster_presets, read_cluster
+from hp_tune.explanation.recorded import result_of_study
+from hp_tune.models.hf_config import read_model
 from hp_tune.plans.plan_file import MeasuredTime, PricedConfig, load, seal, write
+from hp_tune.searching.engine import search
+from hp_tune.workload import Workload
+
+from ._fake_measurer import FakeMeasurer
 
 QWEN = ["--model", "Qwen2.5-7B", "--cluster", "atlas-800t-a2", "--cp", "8", "--seq", "64K"]
 
@@ -145,3 +151,60 @@ def test_options_of_a_search_do_not_go_with_a_plan(capsys: pytest.CaptureFixture
     assert run(capsys, "explain", "plan.json", "--seq", "32K")[0] == 0
     code, _, err = run(capsys, "explain", "plan.json", "--seq", "1M")
     assert (code, "seq_len (1048576) must be a length that the plan serves" in err) == (8, True)
+
+
+def test_a_study_is_explained_as_its_search_would_be(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its points alone, from presets or the descriptions that are named; others are refused."""
+    run(capsys, "search", *QWEN, "--study", "s.journal", "--variants")
+    every = run(capsys, "explain", "s.journal")[1]
+    assert every == run(capsys, "explain", *QWEN, "--variants")[1]
+    run(capsys, "search", *QWEN, "--study", "part.journal", "--space", "u=1,4 lb=off")
+    code, out, err = run(capsys, "explain", "part.journal")
+    assert (code, err) == (0, "")
+    assert out == run(capsys, "explain", *QWEN, "--space", "u=1,4 lb=off")[1]
+    assert run(capsys, "report", "part.journal", "--lengths", "64K")[0] == 0
+
+    own = Path("own.yaml")
+    own.write_text(cluster_presets()["atlas-800t-a2"].read_text().replace(
+        "name: atlas-800t-a2", "name: our-cluster", 1))  # fmt: skip
+    run(capsys, "search", *QWEN, "--cluster", "own.yaml", "--study", "own.journal")
+    for arguments, code, text in (
+        (["own.journal"], 2, "the study was made with a cluster 'our-cluster', which is no preset"),
+        (["own.journal", "--cluster", "own.yaml"], 0, ""),
+        (
+            ["s.journal", "--cluster", "own.yaml"],
+            8,
+            "the study was made with a cluster 'atlas-800t",
+        ),
+        (
+            ["s.journal", "--model", "Qwen3-8B"],
+            8,
+            "the study was made with a model 'Qwen2.5-7B' of",
+        ),
+        (["s.journal", "--cp", "4"], 2, "--cp must be left out beside a study"),
+        (["s.journal", "--seq", "64K"], 2, "--seq must be left out beside a study"),
+    ):
+        found, _, err = run(capsys, "explain", *arguments)
+        assert (found, text in err) == (code, True), err
+
+
+def test_a_study_of_launches_is_not_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no workload; the message says which file has."""
+    run(capsys, "search", *QWEN, "--study", "s.journal", "--kernels", "ascend910b3",
+        "--space", "u=4 lb=off")  # fmt: skip
+    code, _, err = run(capsys, "explain", "s.kernels.journal")
+    assert (code, "a study of configurations must have points of a workload" in err) == (8, True)
+
+
+def test_a_measured_study_is_explained_with_how_it_ran(tmp_path: Path) -> None:
+    """Medians of the finals where a point was in them, of its trial elsewhere."""
+    model, cluster = read_model("Qwen2.5-7B"), read_cluster("atlas-800t-a2")
+    searched = search(
+        model, cluster, Workload(seq_len=65536, cp_size=8), mode="measured", overlap=False,
+        measurer=FakeMeasurer(), study=tmp_path / "s.journal",
+    )  # fmt: skip
+    found = result_of_study(tmp_path / "s.journal")
+
+    ran = {one.config: (one.ms, one.in_finals) for one in searched.ranking}
+    assert {one.config: (one.ms, one.in_finals) for one in found.ranking} == ran
+    assert {True, False} == {one.in_finals for one in found.ranking}

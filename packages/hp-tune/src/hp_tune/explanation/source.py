@@ -24,7 +24,7 @@ from hp_tune.searching.ranking import Ranked
 from hp_tune.searching.requirement import read_requirement
 from hp_tune.searching.restriction import read_restriction
 
-__all__ = ["entry_for", "result_of_plan"]
+__all__ = ["entry_for", "other_description", "read_described", "result_of_plan"]
 
 Described = TypeVar("Described", Model, Cluster)
 WHERE = "explain"
@@ -119,41 +119,46 @@ def entry_for(plan: PlanFile, seq_len: int | None) -> Entry:
 
 def _model(plan: PlanFile, source: str | Path | None) -> Model:
     name = str(plan.model["name"])
-    found = _read("model", name, source, read_model)
+    found = read_described("model", name, source, read_model)
     if found.digest != plan.model["digest"]:
-        raise _other("model", name, str(plan.model["digest"]), found.digest, source)
+        raise other_description("model", name, str(plan.model["digest"]), found.digest, source)
     return found
 
 
 def _cluster(plan: PlanFile, source: str | Path | None) -> Cluster:
     name = str(plan.cluster["name"])
-    found = _read("cluster", name, source, read_cluster)
+    found = read_described("cluster", name, source, read_cluster)
     if found.digest != plan.cluster["digest"]:
-        raise _other("cluster", name, str(plan.cluster["digest"]), found.digest, source)
+        raise other_description("cluster", name, str(plan.cluster["digest"]), found.digest, source)
     return found
 
 
-def _read(
-    kind: str, name: str, source: str | Path | None, read: Callable[[str | Path], Described]
+def read_described(
+    kind: str,
+    name: str,
+    source: str | Path | None,
+    read: Callable[[str | Path], Described],
+    made: str = "plan",
 ) -> Described:
-    """Read what was given, or the preset of the plan's name."""
+    """Return the model or cluster that was given, or the preset of the name in a plan or study."""
     if source is not None:
         return read(source)
     try:
         return read(name)
     except UsageError:
         raise UsageError(
-            f"{WHERE}: the plan was made with a {kind} {name!r}, which is no preset",
+            f"{WHERE}: the {made} was made with a {kind} {name!r}, which is no preset",
             f"say where it is described with --{kind}",
         ) from None
 
 
-def _other(
-    kind: str, name: str, wanted: str, found: str, source: str | Path | None
+def other_description(
+    kind: str, name: str, wanted: str, found: str, source: str | Path | None, made: str = "plan"
 ) -> PlanMismatchError:
+    """Return the error of a plan or study that was made with another model or cluster."""
     where = f"--{kind} {source}" if source is not None else f"the preset {name}"
     return PlanMismatchError(
-        f"{WHERE}: the plan was made with a {kind} {name!r} of digest {wanted[:12]}, and {where} "
+        f"{WHERE}: the {made} was made with a {kind} {name!r} of digest {wanted[:12]}, and {where} "
         f"has {found[:12]}",
         f"give the {kind} that it was made with as --{kind}, or search again",
     )

@@ -33,9 +33,19 @@ if TYPE_CHECKING:
 
     from hp_tune.searching.evaluate import Point
 
-__all__ = ["Claim", "Recorded", "Trials", "open_study", "point_key", "read_study", "study_in"]
+__all__ = [
+    "FINALS",
+    "Claim",
+    "Recorded",
+    "Trials",
+    "open_study",
+    "point_key",
+    "read_study",
+    "study_in",
+]
 
 FINALS = "finals"
+"""Attribute of a study: how the finalists ran against each other, by their keys."""
 
 
 @dataclass(frozen=True, slots=True)
