@@ -8,6 +8,7 @@ from hp_comm.kernels.catalog import arguments, cases, variants, variants_of
 from hp_comm.kernels.config import KERNELS, default_launch
 from hp_comm.kernels.layout import copies
 from hp_comm.kernels.limits import UB_BYTES, alignment, blocks, grid, predict_ub_bytes, shifts
+from hp_comm.kernels.plans import merge_launch
 from hp_comm.kernels.segments import Segments, move_segments
 
 
@@ -93,3 +94,26 @@ def test_long_rows_are_cut_so_that_every_core_has_work() -> None:
     assert sum(one.elements for one in segments) == 2 * 4 * 8192 * 576
     assert max(one.inner for one in segments) <= 1024
     assert all(one.strides == ((1024, 1), (1024, 1)) for one in segments)
+
+
+def test_a_transposed_tensor_is_read_along_its_own_consecutive_dim() -> None:
+    """Of ``[B, H, D, S]`` seen as ``[B, S, H, D]`` a tile has rows of S, few as they are."""
+    B, S, H, D = 9, 6, 40, 16
+    strides = (H * D * S, 1, D * S, S)
+    moved = copies(((B, S, H, D),), (strides,), (2,), (20, 20), (), ())
+
+    segments = move_segments(moved)
+
+    assert sum(one.elements for one in segments) == B * S * H * D
+    assert {one.strides[0] for one in segments} == {(1, S)}
+
+
+@pytest.mark.parametrize("asked", [{}, {"programs": 3}], ids=["a-program-a-tile", "programs"])
+@pytest.mark.parametrize("rows", [1, 31, 4096])
+def test_a_merge_has_programs_for_all_its_rows(rows: int, asked: dict[str, int]) -> None:
+    """As many as tiles, or as asked for, which then walk over all; one along the unused dim."""
+    plan = merge_launch(rows, 80, {**default_launch("cuda-sm90"), "tile": 1024, **asked})
+
+    tiles = -(-rows // int(plan.numbers["BLOCK_ROWS"]))
+    assert plan.numbers["BLOCK_ROWS"] * plan.numbers["BLOCK_INNER"] <= 1024
+    assert plan.grid == (min(tiles, asked.get("programs", tiles)), 1)

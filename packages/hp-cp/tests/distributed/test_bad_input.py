@@ -457,3 +457,19 @@ def test_a_mesh_whose_ranks_do_not_ascend_is_refused() -> None:
             ContextParallel(ulysses_degree=1).apply(Sdpa(), mesh)
 
     ranks(2).run(run)
+
+
+def test_fewer_kv_heads_are_shared_only_if_the_call_says_so() -> None:
+    """Torch's rule, inside the boundary as outside: ``enable_gqa`` is False unless passed."""
+    case = Case(P=2, degree=1, layout="BNSD")
+
+    class Plain(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v)
+
+    def on(rank: int) -> None:
+        core = case.style().apply(Plain(), case.mesh())
+        with pytest.raises(ValueError, match=r"key heads \(4\) must equal query heads \(12\)"):
+            core(*(case.local(x, rank) for x in case.qkv()))
+
+    ranks(2).run(on)

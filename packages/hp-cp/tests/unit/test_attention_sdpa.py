@@ -338,6 +338,28 @@ def test_wrong_inputs_are_refused_by_name(
         window_sdpa(*change(q[:, :, 8:], k, v), window, is_causal=True)
 
 
+@pytest.mark.parametrize(
+    ("heads_of_k", "heads_of_v", "gqa"), [(2, 3, True), (1, 6, True), (6, 1, False), (1, 6, False)]
+)
+@pytest.mark.parametrize("window", windows(16, 3)[:2], ids=["first-rows", "later-rows"])
+def test_k_and_v_may_have_unequal_numbers_of_heads(
+    window: AttentionWindow, heads_of_k: int, heads_of_v: int, gqa: bool
+) -> None:
+    """Each is shared as torch shares it: one head by all, or by groups under ``enable_gqa``."""
+    q = make_qkv(16)[0]
+    k, v = make_qkv(16, Hkv=heads_of_k)[1], make_qkv(16, Hkv=heads_of_v)[2]
+    rows = slice(window.query_start, window.query_end)
+    each = (x.repeat_interleave(6 // x.shape[1], 1) for x in (k, v))
+    whole = F.scaled_dot_product_attention(q, *each, is_causal=True)[:, :, rows]
+    upstream = torch.randn(whole.shape, dtype=torch.float64)
+
+    mine = window_sdpa(q[:, :, rows], k, v, window, is_causal=True, enable_gqa=gqa)
+
+    assert_close(mine, whole)
+    grads = (torch.autograd.grad(x, (q, k, v), upstream) for x in (mine, whole))
+    assert_close(*grads, kind="grad")
+
+
 def test_heads_that_do_not_divide_are_refused_under_gqa() -> None:
     """Torch's rule, our words."""
     q, k, v = make_qkv(16, Hkv=4)
