@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hp_dsa.ops.contract import Gradients, LossInputs
+from hp_dsa.ops.contract import AttentionInputs, Gradients, LossInputs
 from hp_dsa.ops.rows import Lengths, Rows
 from hp_dsa.ops.split import Part, query_parts
 from hp_mesh.checks import fail
@@ -68,21 +68,14 @@ def lightning_indexer(
 
 
 def sparse_flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    sparse_indices: Tensor,
-    scale_value: float,
-    rows: Rows,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    sparse_block_size: int,
-    return_softmax_lse: bool,
+    given: AttentionInputs, return_softmax_lse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Call ``npu_sparse_flash_attention`` in its absorbed mode.
 
     Indices are not checked: that would wait for the device. The kernel skips what a row cannot see.
     """
+    rows, query = given.rows, given.query
+    query_rope, key_rope = given.query_rope, given.key_rope
     _check_lengths(rows)
     if query_rope is None or key_rope is None:
         raise fail(
@@ -90,12 +83,12 @@ def sparse_flash_attention(
             "query_rope and key_rope (None) must be given on npu",
             f"pass them, {_TILED}",
         )
-    _require_dtype(rows, query=query, key=key, query_rope=query_rope, key_rope=key_rope)
+    _require_dtype(rows, query=query, key=given.key, query_rope=query_rope, key_rope=key_rope)
     _require(rows, "N1", query.shape[-2], [1 << n for n in range(8)], "a power of two up to 128")
     _require(rows, "D", query.shape[-1], (512,), "a latent of 512")
     _require(rows, "Dr", query_rope.shape[-1], (64,), "a rotary part of 64")
-    key = key.contiguous()
-    value = key if value is None else value.contiguous()  # None needs CANN 9.2
+    key = given.key.contiguous()
+    value = key if given.value is None else given.value.contiguous()  # None needs CANN 9.2
     _require(rows, "Dv", value.shape[-1], (512,), "a value of 512")
     differentiable = torch.is_grad_enabled() and any(
         x.requires_grad for x in (query, key, value, query_rope, key_rope)
@@ -104,13 +97,13 @@ def sparse_flash_attention(
         query.contiguous(),
         key,
         value,
-        sparse_indices.int().contiguous(),
-        scale_value,
+        given.sparse_indices.int().contiguous(),
+        given.scale,
         actual_seq_lengths_query=_tensor(rows.query_lengths, query),
         actual_seq_lengths_kv=_tensor(rows.key_lengths, query),
         query_rope=query_rope.contiguous(),
         key_rope=key_rope.contiguous(),
-        sparse_block_size=sparse_block_size,
+        sparse_block_size=given.block_size,
         layout_query=rows.layout,
         layout_kv=rows.layout,
         sparse_mode=rows.sparse_mode,

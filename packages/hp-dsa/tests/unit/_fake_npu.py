@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hp_dsa.ops import tiled
-from hp_dsa.ops.contract import LossInputs
+from hp_dsa.ops.contract import AttentionInputs, LossInputs
 from hp_dsa.ops.rows import Rows
 
 MAX = (1 << 63) - 1
@@ -55,10 +55,11 @@ class Npu(ModuleType):
         rows = rows_of(
             query, key, layout_query, sparse_mode, actual_seq_lengths_query, actual_seq_lengths_kv
         )
-        return tiled.sparse_flash_attention(
-            query, key, value, sparse_indices, scale_value, rows, query_rope, key_rope,
-            sparse_block_size, return_softmax_lse,
+        given = AttentionInputs(
+            query, key, None if value is key else value, sparse_indices, scale_value, rows,
+            query_rope, key_rope, sparse_block_size,
         )  # fmt: skip
+        return tiled.sparse_flash_attention(given, return_softmax_lse)
 
     def npu_sparse_lightning_indexer_grad_kl_loss(
         self, query, key, query_index, key_index, weights, sparse_indices, softmax_max, softmax_sum,

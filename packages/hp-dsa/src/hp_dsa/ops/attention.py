@@ -14,6 +14,7 @@ from hp_dsa.ops.arguments import (
     read_scale,
 )
 from hp_dsa.ops.autocast import cast_by_autocast
+from hp_dsa.ops.contract import AttentionInputs
 from hp_dsa.ops.dispatch import implementation
 from hp_dsa.ops.rows import Lengths
 from hp_mesh.checks import fail, require, require_positive
@@ -111,18 +112,18 @@ def sparse_flash_attention(
     check_rope(_WHERE, query, key, query_rope, key_rope)
     scale = read_scale(_WHERE, scale_value)
     check_indices(_WHERE, sparse_indices, (*query.shape[:-2], 1), "[.., 1, K] on query's rows")
-    return implementation(query).sparse_flash_attention(
-        query,
-        key,
-        value,
-        sparse_indices,
-        scale,
-        rows,
-        query_rope,
-        key_rope,
-        sparse_block_size,
-        return_softmax_lse,
+    inputs = AttentionInputs(
+        query=query,
+        key=key,
+        value=None if value is key else value,
+        sparse_indices=sparse_indices,
+        scale=scale,
+        rows=rows,
+        query_rope=query_rope,
+        key_rope=key_rope,
+        block_size=sparse_block_size,
     )
+    return implementation(query).sparse_flash_attention(inputs, return_softmax_lse)
 
 
 def check_rope(

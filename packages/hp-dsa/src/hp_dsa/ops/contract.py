@@ -9,10 +9,37 @@ from torch import Tensor
 
 from hp_dsa.ops.rows import Rows
 
-__all__ = ["Gradients", "LossInputs", "Operators"]
+__all__ = ["AttentionInputs", "Gradients", "LossInputs", "Operators"]
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 """``d_query_index, d_key_index, d_weights`` and the loss ``[1]``."""
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What attention is given, on the rows of one call.
+
+    Attributes:
+        query: ``[.., N1, D]``.
+        key: ``[.., 1, D]``.
+        value: ``[.., 1, Dv]``; None where it is the key.
+        sparse_indices: ``[.., 1, K]``.
+        scale: Factor on the scores.
+        rows: What the rows see.
+        query_rope: ``[.., N1, Dr]``, or None.
+        key_rope: ``[.., 1, Dr]``, or None.
+        block_size: Keys that one index stands for.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor | None
+    sparse_indices: Tensor
+    scale: float
+    rows: Rows
+    query_rope: Tensor | None
+    key_rope: Tensor | None
+    block_size: int
 
 
 @dataclass(frozen=True)
@@ -66,17 +93,7 @@ class Operators(Protocol):
         """See `reference.lightning_indexer`."""
 
     def sparse_flash_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None,
-        sparse_indices: Tensor,
-        scale_value: float,
-        rows: Rows,
-        query_rope: Tensor | None,
-        key_rope: Tensor | None,
-        sparse_block_size: int,
-        return_softmax_lse: bool,
+        self, given: AttentionInputs, return_softmax_lse: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `reference.sparse_flash_attention`."""
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hp_dsa.ops import _triton, tiled, tiled_indexer, tiled_loss
-from hp_dsa.ops.arguments import check_range
+from hp_dsa.ops import _triton, tiled_attention, tiled_indexer, tiled_loss
 from hp_dsa.ops.autocast import without_autocast
-from hp_dsa.ops.contract import Gradients, LossInputs
+from hp_dsa.ops.contract import AttentionInputs, Gradients, LossInputs
 from hp_dsa.ops.rows import Rows
 from hp_dsa.ops.tiled_loss import sparse_kl_loss
 from hp_dsa.ops.tiles import IndexScores, zeros_like
@@ -98,42 +97,12 @@ def dense_kl_loss(
 
 
 def sparse_flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    sparse_indices: Tensor,
-    scale_value: float,
-    rows: Rows,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    sparse_block_size: int,
-    return_softmax_lse: bool,
+    given: AttentionInputs, return_softmax_lse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.sparse_flash_attention`."""
-    arguments = (
-        query, key, value, sparse_indices, scale_value, rows, query_rope, key_rope,
-        sparse_block_size, return_softmax_lse,
-    )  # fmt: skip
-    if query.dtype is torch.float64 or torch.are_deterministic_algorithms_enabled():
-        return tiled.sparse_flash_attention(*arguments)
-    check_range(rows, sparse_indices, sparse_block_size)
-    out, maximum, total = cast(
-        tuple[Tensor, Tensor, Tensor],
-        _Attention.apply(  # type: ignore[no-untyped-call]
-            query,
-            key,
-            None if value is key else value,
-            query_rope,
-            key_rope,
-            sparse_indices,
-            scale_value,
-            rows,
-            sparse_block_size,
-        ),
-    )
-    if return_softmax_lse:
-        return out, maximum, total
-    return out, maximum.new_empty(0), total.new_empty(0)
+    if given.query.dtype is torch.float64 or torch.are_deterministic_algorithms_enabled():
+        return tiled_attention.sparse_flash_attention(given, return_softmax_lse)
+    return tiled_attention.attend(_Attention, given, return_softmax_lse)
 
 
 class _Flat(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hp_dsa.ops.arguments import check_range
 from hp_dsa.ops.autocast import without_autocast
-from hp_dsa.ops.contract import Gradients, LossInputs
+from hp_dsa.ops.contract import AttentionInputs, Gradients, LossInputs
 from hp_dsa.ops.rows import Document, Rows
 
 __all__ = [
@@ -57,22 +57,14 @@ def lightning_indexer(
 
 
 def sparse_flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    sparse_indices: Tensor,
-    scale_value: float,
-    rows: Rows,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    sparse_block_size: int,
-    return_softmax_lse: bool,
+    given: AttentionInputs, return_softmax_lse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gather the selected keys of every row and attend to them."""
-    check_range(rows, sparse_indices, sparse_block_size)
-    q, k = _joined(rows, query, query_rope), _joined(rows, key, key_rope)
-    v = _precise(rows.batched(key if value is None else value))
-    indices = rows.batched(sparse_indices)
+    rows = given.rows
+    check_range(rows, given.sparse_indices, given.block_size)
+    q, k = _joined(rows, given.query, given.query_rope), _joined(rows, given.key, given.key_rope)
+    v = _precise(rows.batched(given.key if given.value is None else given.value))
+    indices = rows.batched(given.sparse_indices)
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
     maximum = q.new_zeros(rows.batch, 1, rows.num_queries, q.shape[2])
     total = torch.zeros_like(maximum)
@@ -81,8 +73,8 @@ def sparse_flash_attention(
         if document.key_length == 0:  # zeros that depend on the query, so that backward runs
             document.queries(out)[:] = document.queries(q)[..., :1].where(nowhere, 0.0)
             continue
-        tokens, valid = _selected(rows, document, indices, sparse_block_size)  # [Lq, K]
-        scores = scale_value * _einsum(
+        tokens, valid = _selected(rows, document, indices, given.block_size)  # [Lq, K]
+        scores = given.scale * _einsum(
             "qnd,qkd->qnk", document.queries(q), _taken(document.keys(k), tokens, valid)
         )
         weights, m, z = _softmax(scores, valid[:, None])
@@ -91,7 +83,7 @@ def sparse_flash_attention(
         )
         document.queries(maximum, 2)[0] = m.detach()
         document.queries(total, 2)[0] = z.detach()
-    result = rows.unbatched(out).to(query.dtype)
+    result = rows.unbatched(out).to(given.query.dtype)
     if not return_softmax_lse:
         return result, maximum.new_empty(0), maximum.new_empty(0)
     return result, rows.unbatched(maximum), rows.unbatched(total)

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from hp_dsa.ops.arguments import check_range
 from hp_dsa.ops.autocast import without_autocast
+from hp_dsa.ops.contract import AttentionInputs
 from hp_dsa.ops.rows import Document, Rows
 from hp_dsa.ops.tiles import (
     Selection,
@@ -25,41 +26,37 @@ from hp_dsa.ops.tiles import (
     zeros_like,
 )
 
-__all__ = ["sparse_flash_attention"]
+__all__ = ["attend", "sparse_flash_attention"]
 
 
 def sparse_flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    sparse_indices: Tensor,
-    scale_value: float,
-    rows: Rows,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    sparse_block_size: int,
-    return_softmax_lse: bool,
+    given: AttentionInputs, return_softmax_lse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.sparse_flash_attention`.
 
     Memory: the keys of a few rows. Backward gathers them again and keeps only the inputs and the
     statistics.
     """
-    check_range(rows, sparse_indices, sparse_block_size)
-    if value is key:
-        value = None  # one gradient, not two to be added
+    return attend(_Attention, given, return_softmax_lse)
+
+
+def attend(
+    node: type[torch.autograd.Function], given: AttentionInputs, return_softmax_lse: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Check the indices and let ``node`` compute attention."""
+    check_range(given.rows, given.sparse_indices, given.block_size)
     out, maximum, total = cast(
         tuple[Tensor, Tensor, Tensor],
-        _Attention.apply(  # type: ignore[no-untyped-call]
-            query,
-            key,
-            value,
-            query_rope,
-            key_rope,
-            sparse_indices,
-            scale_value,
-            rows,
-            sparse_block_size,
+        node.apply(  # type: ignore[no-untyped-call]
+            given.query,
+            given.key,
+            given.value,
+            given.query_rope,
+            given.key_rope,
+            given.sparse_indices,
+            given.scale,
+            given.rows,
+            given.block_size,
         ),
     )
     if return_softmax_lse:
