@@ -16,7 +16,7 @@ from hp_cp.plan import Plan
 from hp_cp.prepared import Works, describe, read_works
 from hp_cp.style_arguments import resolve_dims
 from hp_mesh.arguments import Slot, find_slots, read_slots
-from hp_mesh.checks import fail, require
+from hp_mesh.checks import advise_on_shards, fail, require
 from hp_mesh.handoff import Waitable
 from hp_mesh.open_views import current_view
 from hp_mesh.placement import TensorLayout, read_layout
@@ -204,15 +204,4 @@ def read_inputs(
 
 def advise(plan: Plan, differing: Mapping[str, Sequence[str]]) -> str:
     """Name the way out of what the ranks disagree about: unequal shards need padding."""
-    lengths = differing.get(LENGTH, ())
-    if not lengths or not all(length.isdigit() for length in lengths):
-        return ""  # alike, or some ranks are in another call
-    total = sum(map(int, lengths))
-    if plan.next_length(total) == total:
-        return (
-            f"if these are the shards of one sequence of {total}, cut it evenly with shard_sequence"
-        )
-    return (
-        f"if these are the shards of one sequence of {total}, pad it to "
-        f"{plan.next_length(total)} with pad_sequence before it is cut"
-    )
+    return advise_on_shards(differing.get(LENGTH, ()), plan.next_length)

@@ -16,7 +16,7 @@ from hp_dsa.arguments import LENGTHS, Argument, find
 from hp_dsa.gather import Source
 from hp_dsa.plan import DSAPlan
 from hp_mesh.arguments import Slot
-from hp_mesh.checks import fail, require
+from hp_mesh.checks import advise_on_shards, fail, require
 from hp_mesh.handoff import Waitable
 from hp_mesh.open_views import current_view
 from hp_mesh.placement import TensorLayout, read_layout
@@ -217,16 +217,4 @@ def _check_lengths(
 
 def advise(plan: DSAPlan, differing: Mapping[str, Sequence[str]]) -> str:
     """Name the way out of what the ranks disagree about: unequal shards need padding."""
-    lengths = differing.get(LENGTH, ())
-    if not lengths or not all(length.isdigit() for length in lengths):
-        return ""
-    total = sum(map(int, lengths))
-    padded = total + -total % plan.multiple()
-    if padded == total:
-        return (
-            f"if these are the shards of one sequence of {total}, cut it evenly with shard_sequence"
-        )
-    return (
-        f"if these are the shards of one sequence of {total}, pad it to {padded} with "
-        "pad_sequence before it is cut"
-    )
+    return advise_on_shards(differing.get(LENGTH, ()), plan.next_length)

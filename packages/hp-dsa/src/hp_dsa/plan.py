@@ -76,6 +76,10 @@ class DSAPlan:
         """Return what the length of the whole sequence must be a multiple of."""
         return self.cp_size * (2 if self.load_balance else 1)
 
+    def next_length(self, global_length: int) -> int:
+        """Return the shortest valid length of a whole sequence of at least ``global_length``."""
+        return -(-global_length // self.multiple()) * self.multiple()
+
     def check_length(self, local_length: int, where: str) -> None:
         """Refuse a shard that cannot be halved; all ranks have one length here."""
         total = local_length * self.cp_size
@@ -84,8 +88,7 @@ class DSAPlan:
             where,
             f"local sequence length ({local_length}) must be even with load_balance=True, which "
             "cuts it into a head and a tail",
-            f"pad the sequence to {total + -total % self.multiple()} with pad_sequence before it "
-            "is cut",
+            f"pad the sequence to {self.next_length(total)} with pad_sequence before it is cut",
         )
 
     def describe(

@@ -7,9 +7,17 @@ a wrong type), so that a constructor reads as a list of promises.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["divisors", "fail", "nearest", "require", "require_divisible", "require_positive"]
+__all__ = [
+    "advise_on_shards",
+    "divisors",
+    "fail",
+    "nearest",
+    "require",
+    "require_divisible",
+    "require_positive",
+]
 
 
 def fail(where: str, problem: str, way_out: str = "") -> ValueError:
@@ -50,3 +58,22 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name closest to ``name``, or None if nothing is close."""
     found = difflib.get_close_matches(name, list(known), n=1)
     return found[0] if found else None
+
+
+def advise_on_shards(lengths: Sequence[str], padded: Callable[[int], int]) -> str:
+    """Name the way out where ranks disagree about the length of a shard.
+
+    Args:
+        lengths: What the ranks said, in order; none if they agree.
+        padded: The length that a whole sequence of some length must be padded to.
+
+    Returns:
+        What to do, or "" where not all of them are lengths: some ranks are in another call.
+    """
+    if not lengths or not all(length.isdigit() for length in lengths):
+        return ""
+    total = sum(map(int, lengths))
+    shards = f"if these are the shards of one sequence of {total}"
+    if padded(total) == total:
+        return f"{shards}, cut it evenly with shard_sequence"
+    return f"{shards}, pad it to {padded(total)} with pad_sequence before it is cut"
