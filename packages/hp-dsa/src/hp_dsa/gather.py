@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor
 
 from hp_comm import gather_seq, scatter_seq
 from hp_mesh._torch import local_shard
+from hp_mesh.geometry import Geometry
 from hp_mesh.handoff import Waitable, same_origin
 from hp_mesh.sequence import Order
-from hp_mesh.views import Geometry
 
 __all__ = ["Gathered", "Gatherer", "Pack", "Source"]
 

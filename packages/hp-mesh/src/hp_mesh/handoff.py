@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hp_mesh._torch import WeakStorage, local_shard
-from hp_mesh.views import Geometry
+from hp_mesh.geometry import Geometry
 
 __all__ = ["Handoff", "Lane", "Launched", "Waitable", "is_pure_view", "same_origin", "split_output"]
 

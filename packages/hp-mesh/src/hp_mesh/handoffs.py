@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hp_mesh._torch import in_backward, local_shard
+from hp_mesh.geometry import ViewRecipe, learn_view
 from hp_mesh.handoff import Handoff, Lane, Launched, Waitable, is_pure_view, split_output
 from hp_mesh.overrides import outside_compiled_code, unseen_by_checkpoints
-from hp_mesh.views import ViewRecipe, learn_view
 
 __all__ = ["HandoffState", "TakesHandoffs", "warn_once"]
 

@@ -36,8 +36,8 @@ from hp_mesh._torch import (
     local_shard,
     spec_of,
 )
+from hp_mesh.geometry import Geometry
 from hp_mesh.handoff import Waitable
-from hp_mesh.views import Geometry
 
 __all__ = ["Note", "Refetch", "Saved"]
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hp_mesh.geometry import Geometry, learn_view
 from hp_mesh.handoff import (
     IN_FLIGHT,
     Handoff,
@@ -19,7 +20,6 @@ from hp_mesh.handoff import (
     same_origin,
     split_output,
 )
-from hp_mesh.views import Geometry, learn_view
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "itself": lambda y: y,

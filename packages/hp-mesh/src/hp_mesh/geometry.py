@@ -1,4 +1,4 @@
-"""Views: how one tensor shows the data of another, learned once and replayed on later data."""
+"""How one tensor shows the data of another: learned once, replayed on later data."""
 
 from __future__ import annotations
 
