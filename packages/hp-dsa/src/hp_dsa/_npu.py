@@ -141,6 +141,7 @@ def dense_softmax_lse(
     query_index: Tensor, key_index: Tensor, weights: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor]:
     """Call ``npu_dense_lightning_indexer_softmax_lse``, for 8192 queries at a time."""
+    _ = rows.documents  # as in `_require_loss`
     _require_dtype(rows, query_index=query_index, key_index=key_index, weights=weights)
     _require_index(rows, query_index)
     sequence = 2 if rows.layout == "BSND" else 1
@@ -183,14 +184,20 @@ def dense_kl_loss(
 
 
 def _torch_npu() -> Any:
-    return importlib.import_module("torch_npu")
+    try:
+        return importlib.import_module("torch_npu")
+    except ImportError as error:
+        raise ImportError(
+            "hp_dsa.ops: HP_DSA (npu) must name operators that are installed, but torch_npu cannot "
+            f"be imported ({error}); install hp-dsa[npu] beside CANN, or use HP_DSA=tiled"
+        ) from error
 
 
 def _check_lengths(rows: Rows) -> None:
     """Check lengths that the host has; those on the device are not waited for."""
     given = (rows.query_lengths, rows.key_lengths)
     if not any(isinstance(x, Tensor) and x.device.type != "cpu" for x in given):
-        assert rows.documents is not None, "reading them is the check"
+        _ = rows.documents  # reading them is the check
 
 
 def _tensor(lengths: Lengths | None, like: Tensor) -> Tensor | None:
@@ -290,6 +297,7 @@ def _require_dtype(rows: Rows, **tensors: Tensor) -> None:
 def _require_loss(given: LossInputs) -> None:
     """Require what the two losses have in common."""
     rows = given.rows
+    _ = rows.documents  # reading the lengths, which go to the kernel as lists, is the check
     names = ("query", "key", "query_index", "key_index", "weights")
     _require_dtype(rows, **{name: getattr(given, name) for name in names})
     _require(rows, "N1", given.query.shape[-2], (32, 64, 128), "32, 64 or 128 heads")

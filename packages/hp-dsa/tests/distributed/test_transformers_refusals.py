@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from hp_dsa import init_device_mesh
 from hp_mesh import shard_sequence
@@ -95,6 +96,21 @@ def test_what_cannot_be_prepared_is_refused() -> None:
         prepare_model(model)
     with pytest.raises(ValueError, match="must be called by its model"):
         model.model.layers[0].self_attn(torch.zeros(1, 3, 36, dtype=torch.float64), (None, None))
+
+
+def test_a_mesh_that_no_style_takes_leaves_the_model_as_it_was() -> None:
+    """And so it can be prepared with another one."""
+
+    def run(rank: int) -> None:
+        model = build("glm")
+        kinds = [type(module) for module in model.modules()]
+        with pytest.raises(ValueError, match="must ascend"):
+            prepare_model(model, DeviceMesh("cpu", [1, 0]))
+        assert [type(module) for module in model.modules()] == kinds
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        prepare_model(model, init_device_mesh("cpu", (2,)))
+
+    ranks(2).run(run)
 
 
 @FAMILY

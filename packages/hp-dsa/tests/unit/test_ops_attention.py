@@ -162,6 +162,18 @@ def test_a_call_without_any_key_is_all_zeros() -> None:
     assert x.q.grad is not None and x.q.grad.eq(0).all()
 
 
+def test_every_input_gets_a_gradient_where_no_row_sees_a_key() -> None:
+    """A gather behind a key sends in backward, on a rank without a visible key too."""
+    x = Case(S=3, S2=4, B=2, query_lengths=[3, 0], key_lengths=[0, 4]).inputs()
+    leaves = x.leaves("q", "k", "qr", "kr")
+    indices = torch.full((2, 3, 1, 4), -1, dtype=torch.int32)
+
+    x.attention(indices)[0].backward(x.do)
+
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None and leaf.grad.eq(0).all(), name
+
+
 def test_the_value_may_be_left_out_or_be_the_key() -> None:
     """The latent form: one gradient for the latent, the sum of key's and value's."""
     found = []

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from hp_dsa.ops import sparse_lightning_indexer_grad_kl_loss
 from hp_mesh.testing import assert_close
@@ -124,6 +125,26 @@ def test_without_gradients_nothing_is_kept() -> None:
     assert not plain.requires_grad and not quiet.requires_grad
     assert_close(quiet, plain)
     assert x.sparse(indices, m, z).requires_grad
+
+
+@pytest.mark.parametrize("kind", ["sparse", "dense"])
+def test_under_activation_checkpointing_nothing_is_recomputed_before_backward(kind: str) -> None:
+    """The gradients are found in forward; that is no reason to run the caller's forward again."""
+    x = base(5)
+    indices = x.indexer(5)[0]
+    _, m, z = x.attention(indices)
+    leaves, runs = x.leaves("qi"), []
+
+    def run(doubled: Tensor) -> Tensor:
+        runs.append(1)
+        x.qi = doubled / 2
+        return x.dense(m, z) if kind == "dense" else x.sparse(indices, m, z)
+
+    loss = checkpoint(run, leaves["qi"] * 2, use_reentrant=False)
+    assert len(runs) == 1
+    loss.backward()
+
+    assert len(runs) == 2 and leaves["qi"].grad is not None
 
 
 @pytest.mark.parametrize("kind", ["sparse", "dense"])

@@ -177,3 +177,33 @@ def test_attention_without_rope_is_refused_on_npu(
 
     with pytest.raises(ValueError, match="query_rope and key_rope"):
         ops.sparse_flash_attention(x.q, x.k, None, torch.zeros(2, 13, 1, 6).int(), 0.5)
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+def test_lengths_of_a_loss_are_checked_before_the_kernel_has_them(
+    npu: Npu, monkeypatch: pytest.MonkeyPatch, dense: bool
+) -> None:
+    """The kernels take lists as they are: a last end that is not the length would be read as one."""
+    monkeypatch.setenv("HP_DSA", "npu")
+    case = Case(
+        S=12, S2=12, layout="TND", query_lengths=[9, 11], key_lengths=[9, 12], **REAL_SIZES
+    )  # fmt: skip
+    x = case.inputs()
+    indices, m = torch.zeros(12, 1, 6, dtype=torch.int32), torch.zeros(1, 12, 32)
+
+    for call in (x.index_lse,) if dense else (lambda: x.sparse(indices, m, m),):
+        with pytest.raises(ValueError, match=r"actual_seq_qlen \(last end 11\) must end at"):
+            call()
+
+    assert not npu.calls
+
+
+def test_a_torch_npu_that_is_not_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HP_DSA", "npu")
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    x = replace(CASES[0], dtype=torch.bfloat16).inputs()
+
+    with pytest.raises(
+        ImportError, match=r"install hp-dsa\[npu\] beside CANN, or use HP_DSA=tiled"
+    ):
+        x.indexer(6)

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from hp_dsa.ops.arguments import check_range
 from hp_dsa.ops.autocast import without_autocast
@@ -39,7 +40,7 @@ def lightning_indexer(
     q, k, w = (_precise(rows.batched(x)) for x in (query, key, weights))
     shape = (rows.batch, rows.num_queries, 1, sparse_count)
     indices = query.new_full(shape, -1, dtype=torch.int32)
-    values = q.new_full(shape, -math.inf)
+    values = q.new_full(shape, -math.inf) + _nothing(q, k, w)
     for document in rows.documents:
         scores = _index_scores(*_index_parts(document, q, k, w))  # [Lq, Lk]
         visible = _visible(rows, document, scores.device)
@@ -65,13 +66,11 @@ def sparse_flash_attention(
     q, k = _joined(rows, given.query, given.query_rope), _joined(rows, given.key, given.key_rope)
     v = _precise(rows.batched(given.key if given.value is None else given.value))
     indices = rows.batched(given.sparse_indices)
-    out = q.new_zeros(*q.shape[:3], v.shape[-1])
+    out = q.new_zeros(*q.shape[:3], v.shape[-1]) + _nothing(q, k, v)
     maximum = q.new_zeros(rows.batch, 1, rows.num_queries, q.shape[2])
     total = torch.zeros_like(maximum)
-    nowhere = torch.zeros((), dtype=torch.bool, device=q.device)
     for document in rows.documents:
-        if document.key_length == 0:  # zeros that depend on the query, so that backward runs
-            document.queries(out)[:] = document.queries(q)[..., :1].where(nowhere, 0.0)
+        if document.key_length == 0:
             continue
         tokens, valid = _selected(rows, document, indices, given.block_size)  # [Lq, K]
         scores = given.scale * _einsum(
@@ -181,6 +180,14 @@ def _einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
     return cast(Tensor, _Product.apply(equation, a, b))  # type: ignore[no-untyped-call]
 
 
+def _nothing(*xs: Tensor) -> Tensor:
+    """Return 0 that depends on every tensor, whose numbers are not read.
+
+    Where no row sees a key, backward has to run all the same: on other ranks it sends, and waits.
+    """
+    return torch.stack([x[:0].sum() for x in xs]).sum()
+
+
 def _precise(x: Tensor) -> Tensor:
     return x if x.dtype is torch.float64 else x.float()
 
@@ -256,7 +263,8 @@ def _summed(
 ) -> Gradients:
     """Sum ``divergence(document, scores)`` over documents and differentiate it."""
     rows = given.rows
-    with torch.enable_grad():
+    # hooks of its own: those of activation checkpointing would run the caller's forward again here
+    with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
         inputs = [_precise(rows.batched(x.detach())).requires_grad_() for x in given.of_index]
         loss = inputs[0].new_zeros(1)
         for document in rows.documents:

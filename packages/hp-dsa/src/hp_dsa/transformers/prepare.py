@@ -143,10 +143,14 @@ def prepare_model(
     if check_source:
         check_source_of(family.module, family.prefix, _WHERE)
 
-    for layer in layers:
-        _prepare_layer(layer, family, plan.layout, indexer_loss)
-        if mesh is not None:
-            apply_styles(layer, mesh, plan=plan, keep_keys=keep_keys, overlap=overlap)
+    try:
+        for layer in layers:
+            _prepare_layer(layer, family, plan.layout, indexer_loss)
+            if mesh is not None:
+                apply_styles(layer, mesh, plan=plan, keep_keys=keep_keys, overlap=overlap)
+    except BaseException:  # a mesh that no style takes: the model is left as it was
+        _restore_layers(model)
+        raise
     entered = {id(m): m for m in (model, model.base_model)}.values()
     handles: list[Any] = []
     for one in entered:
@@ -169,6 +173,13 @@ def restore_model(model: Model) -> Model:
     delattr(model, _HANDLES)
     for one in (model, model.base_model):
         vars(one).pop(DIVISOR, None)
+    _restore_layers(model)
+    if isinstance(getattr(model, "_loss_function", None), GlobalCausalLoss):
+        model.loss_function = model.loss_function.stock
+    return model
+
+
+def _restore_layers(model: nn.Module) -> None:
     for family in _FAMILIES:
         for module in list(model.modules()):
             if type(module) is family.absorbed:
@@ -178,9 +189,6 @@ def restore_model(model: Model) -> Model:
                 module.__class__ = family.attention
             elif type(module) is family.inputs:
                 module.__class__ = family.indexer
-    if isinstance(getattr(model, "_loss_function", None), GlobalCausalLoss):
-        model.loss_function = model.loss_function.stock
-    return model
 
 
 def _family(model: nn.Module) -> _Family:
