@@ -25,6 +25,7 @@ from hp_dsa.styles import (
     DSASparseAttentionContextParallel,
 )
 from hp_mesh.boundary import boundary_of
+from hp_mesh.checks import require_type
 
 __all__ = [
     "AsyncDSAIndexerContextParallel",
@@ -39,6 +40,16 @@ class _AsyncStyle(DSAStyle):
     def _hand_off(
         self, module: nn.Module, device_mesh: DeviceMesh, handoffs: dict[str, nn.Module | None]
     ) -> nn.Module:
+        for name, handoff in handoffs.items():
+            if handoff is not None:
+                require_type(
+                    type(self).__name__,
+                    f"{name}_handoff",
+                    handoff,
+                    nn.Module,
+                    "a torch.nn.Module",
+                    "put hp_dsa.Handoff() where the tensor is final, and pass that",
+                )
         super().apply(module, device_mesh)
         boundary = boundary_of(module)
         assert isinstance(boundary, AsyncDSABoundary), "just applied"

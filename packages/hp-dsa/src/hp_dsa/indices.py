@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hp_mesh.checks import fail, require
+from hp_mesh.checks import fail, require, require_positive
 from hp_mesh.documents import KeyWindow
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def check_documents(
         lengths: Lengths of the whole sequence.
         block: Keys that one index stands for.
     """
+    require_positive(where, "sparse_block_size", block)
     _check_dtype(where, name, indices)
     if indices.numel() == 0:
         return

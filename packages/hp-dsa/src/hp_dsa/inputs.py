@@ -171,6 +171,12 @@ def _check_dims(
             enough = x.ndim > _dim(argument, plan)
         else:
             enough = x.ndim == plan.ndim
+        require(
+            argument.role != "statistics" or tuple(x.shape) != (0,),
+            where,
+            f"{argument.name} (empty) must hold the softmax statistics of attention",
+            "call sparse_flash_attention with return_softmax_lse=True",
+        )
         other = "TND" if plan.layout == "BSND" else "BSND"
         require(
             enough,

@@ -136,7 +136,8 @@ class OperatorCall:
 
     @property
     def _block(self) -> int:
-        return int(self.given.get("sparse_block_size", 1))
+        block: int = self.given.get("sparse_block_size", 1)  # `check_documents` looks at it
+        return block
 
     def _dim(self, name: str) -> int:
         is_statistics = name in self.operator.statistics

@@ -15,10 +15,11 @@ from hp_dsa import (
     DSAIndexerLossContextParallel,
     DSASparseAttentionContextParallel,
     make_plan,
+    ops,
 )
 from hp_mesh.testing import randn, ranks
 
-from ._layer import Attention, Case, Indexer
+from ._layer import Attention, Case, Indexer, Loss
 
 STYLES = [
     DSAIndexerContextParallel,
@@ -242,3 +243,72 @@ def test_a_plan_says_what_it_does_not_take() -> None:
         make_plan(0)
     assert make_plan(3, layout="tnd").seq_dim == 0
     assert make_plan(3, load_balance=True).multiple() == 6
+
+
+class _Attention(Attention):
+    """With a keyword for what blocks of keys an index stands for."""
+
+    def forward(self, *tensors: Tensor, sparse_block_size: Any = 1) -> Any:
+        return ops.sparse_flash_attention(*tensors, 0.4, sparse_block_size=sparse_block_size)
+
+
+def _attend(rank: int, change: str, *, use_local_input: bool) -> None:
+    case = Case(P=2)
+    module = DSASparseAttentionContextParallel(use_local_input=use_local_input).apply(
+        _Attention(case), case.mesh()
+    )
+    q, k = (case.local(case.inputs()[name], rank) for name in ("query", "latent"))
+    if change == "heads":
+        k = k.expand(-1, -1, 2, -1)
+    topk = torch.zeros(*q.shape[:2], 1, 3, dtype=torch.int32)
+    module(q, k, k, topk, **({} if change == "heads" else {"sparse_block_size": eval(change)}))
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["whole", "local input"])
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ("0", "sparse_block_size (0) must be at least 1"),
+        ("'2'", "sparse_block_size ('2') must be an integer of at least 1"),
+        ("None", "sparse_block_size (None) must be an integer of at least 1"),
+        ("heads", "key (shape (.., 2, 5)) must be one head of query's size ((.., 1, 5))"),
+    ],
+)
+def test_what_an_operator_refuses_reads_alike_on_every_rank(
+    change: str, rule: str, local: bool
+) -> None:
+    """Whatever keys the ranks' windows hold."""
+    errors = ranks(2).errors(_attend, change, use_local_input=local)
+    assert all(isinstance(error, ValueError) and rule in str(error) for error in errors), errors
+    assert len({str(error) for error in errors}) == 1
+
+
+def test_statistics_that_were_not_asked_for_are_missed_by_name() -> None:
+    def run(rank: int) -> None:
+        case = Case(P=2)
+        module = DSAIndexerLossContextParallel().apply(Loss(case), case.mesh())
+        x = {name: case.local(tensor, rank) for name, tensor in case.inputs().items()}
+        topk = torch.zeros(*x["query"].shape[:2], 1, 3, dtype=torch.int32)
+        index = (x["query_index"], x["key_index"], x["weights"])
+        module(x["query"], x["latent"], *index, topk, torch.ones(0), torch.ones(0))
+
+    for error in ranks(2).errors(run):
+        assert "softmax_max (empty) must hold the softmax statistics" in str(error)
+        assert "return_softmax_lse=True" in str(error)
+
+
+def test_what_is_no_module_and_no_mesh_is_refused_before_anything_is_applied() -> None:
+    def run(rank: int) -> None:
+        mesh, module = Case(P=1).mesh(), torch.nn.Identity()
+        style = AsyncDSAIndexerContextParallel()
+        for args, options, rule in (
+            ((len, mesh), {}, "module (builtin_function_or_method) must be a torch.nn.Module"),
+            ((module, "cp"), {}, "device_mesh (str) must be a DeviceMesh"),
+            ((module, mesh), {"key_handoff": len}, "key_handoff (builtin_function_or_method) must"),
+        ):
+            with pytest.raises(TypeError) as caught:
+                style.apply(*args, **options)
+            assert str(caught.value).startswith(f"{type(style).__name__}: {rule}")
+        assert not module._forward_hooks and not module._forward_pre_hooks
+
+    ranks(1).run(run)

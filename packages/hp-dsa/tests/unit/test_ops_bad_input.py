@@ -70,13 +70,13 @@ CASES: list[tuple[Call, str]] = [
         r"scale_value \(None\) must be a number",
     ),
     (lambda x: index(x, actual_seq_lengths_key=[4.0]), r"\(\[4.0\]\) must be integers"),
-    (lambda x: index(replace(x, ki=x.ki[..., :3])), r"key \(shape \(1, 4, 1, 3\)\) must be one i"),
-    (lambda x: index(replace(x, w=x.w[:, :3])), r"weights \(shape \(1, 3, 2\)\) must be query's"),
+    (lambda x: index(replace(x, ki=x.ki[..., :3])), r"key \(shape \(.., 3\)\) must be one i"),
+    (lambda x: index(replace(x, w=x.w[:, :3])), r"weights \(shape \(.., 3, 2\)\) must be query's"),
     (lambda x: index(replace(x, ki=x.ki.float())), r"key \(torch.float32 on cpu\) must be like q"),
     (lambda x: index(replace(x, w=x.w.int())), r"weights \(torch.int32\) must be a floating-point"),
     (lambda x: index(replace(x, ki=x.ki.expand(2, 4, 1, 4))), r"must have one batch size"),
     (lambda x: attend(x, INDICES.double()), r"sparse_indices \(torch.float64\) must be int32"),
-    (lambda x: attend(x, INDICES[:, :3]), r"sparse_indices \(shape \(1, 3, 1, 3\)\) must be"),
+    (lambda x: attend(x, INDICES[:, :3]), r"sparse_indices \(shape \(.., 3, 1, 3\)\) must be"),
     (lambda x: attend(x, INDICES[..., :0]), r"sparse_indices \(K = 0\) must hold"),
     (lambda x: attend(x, INDICES + 4), r"sparse_indices \(4\) must be -1 or below 4, the keys of"),
     (lambda x: attend(x, INDICES - 2), r"sparse_indices \(-2\) must be -1 or below 4"),
@@ -88,7 +88,7 @@ CASES: list[tuple[Call, str]] = [
     (lambda x: attend(x, sinks=torch.zeros(2)), r"sinks \(given\) must be None"),
     (
         lambda x: attend(replace(x, k=torch.cat([x.k, x.k], 2))),
-        r"key \(shape \(1, 4, 2, 4\)\) must be one head of query's size",
+        r"key \(shape \(.., 2, 4\)\) must be one head of query's size",
     ),
     (
         lambda x: ops.sparse_flash_attention(x.q, x.k, x.k, INDICES, 1.0, query_rope=x.qr),
@@ -100,9 +100,17 @@ CASES: list[tuple[Call, str]] = [
     ),
     (
         lambda x: sparse(x, softmax_max=torch.zeros(1, 4, 1, 2)),
-        r"softmax_max \(shape \(1, 4, 1, 2\)\) must be heads before rows",
+        r"softmax_max \(shape \(.., 4, 1, 2\)\) must be heads before rows",
     ),
-    (lambda x: sparse(replace(x, ki=x.ki[:, :3])), r"key_index \(shape \(1, 3, 1, 4\)\) must be o"),
+    (
+        lambda x: sparse(x, softmax_max=None),
+        r"softmax_max \(None\) must be what sparse_flash_attention returns with return_softmax_lse",
+    ),
+    (
+        lambda x: sparse(x, softmax_sum=torch.zeros(0)),
+        r"softmax_sum \(empty\) must be what sparse_flash_attention returns with",
+    ),
+    (lambda x: sparse(replace(x, ki=x.ki[:, :3])), r"key_index \(shape \(.., 3, 1, 4\)\) must be"),
     (lambda x: sparse(x, sparse_indices=INDICES + 9), r"sparse_indices \(9\) must be -1 or below"),
     (lambda x: sparse(x, sinks=torch.zeros(2)), r"sinks \(given\) must be None"),
 ]  # fmt: skip

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from hp_mesh._torch import global_forward_hooks
-from hp_mesh.checks import fail
+from hp_mesh.checks import fail, require_type
 from hp_mesh.open_views import close_view, open_view
 from hp_mesh.overrides import outside_compiled_code, unseen_by_checkpoints
 from hp_mesh.view import View
@@ -206,8 +206,11 @@ class BoundaryStyle(ParallelStyle, ABC):
 
         Raises:
             ValueError: If a context-parallel style was applied to ``module`` before.
+            TypeError: If one of the two is something else.
         """
         where = type(self).__name__
+        require_type(where, "module", module, nn.Module, "a torch.nn.Module")
+        require_type(where, "device_mesh", device_mesh, DeviceMesh, "a DeviceMesh")
         present = boundary_of(module)
         if present is not None:
             raise fail(

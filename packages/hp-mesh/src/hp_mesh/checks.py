@@ -17,6 +17,7 @@ __all__ = [
     "require",
     "require_divisible",
     "require_positive",
+    "require_type",
 ]
 
 
@@ -38,6 +39,15 @@ def require_positive(where: str, name: str, value: object, way_out: str = "") ->
     if value < 1:
         raise fail(where, f"{name} ({value}) must be at least 1", way_out)
     return value
+
+
+def require_type(
+    where: str, name: str, value: object, kind: type, words: str, way_out: str = ""
+) -> None:
+    """Raise ``TypeError`` unless ``value`` is a ``kind``, in words ``a torch.nn.Module``."""
+    if not isinstance(value, kind):
+        problem = f"{name} ({type(value).__name__}) must be {words}"
+        raise TypeError(str(fail(where, problem, way_out)))
 
 
 def require_divisible(

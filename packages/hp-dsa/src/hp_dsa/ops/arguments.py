@@ -111,12 +111,22 @@ def read_rows(
 
 
 def check_shape(where: str, name: str, x: Tensor, shape: tuple[int, ...], why: str) -> None:
-    """Require ``shape``; ``why`` names what it is made of, for example ``[B, S1, N1]``."""
-    require(
-        tuple(x.shape) == shape,
-        where,
-        f"{name} (shape {tuple(x.shape)}) must be {why} ({shape})",
+    """Require ``shape``; ``why`` names what it is made of, for example ``[B, S1, N1]``.
+
+    Leading dims that are as they must be are not shown: under context parallelism ranks hand over
+    different numbers of keys, and what is wrong is to read alike on all of them.
+    """
+    given = tuple(x.shape)
+    if given == shape:
+        return
+    right = 0
+    if len(given) == len(shape):
+        right = next(i for i, (a, b) in enumerate(zip(given, shape, strict=True)) if a != b)
+    shown, wanted = (
+        f"({', '.join(['..'] * (right > 0) + [str(n) for n in sizes[right:]])})"
+        for sizes in (given, shape)
     )
+    raise fail(where, f"{name} (shape {shown}) must be {why} ({wanted})")
 
 
 def check_dtypes(where: str, **tensors: Tensor | None) -> None:

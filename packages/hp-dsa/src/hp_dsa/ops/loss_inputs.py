@@ -8,10 +8,12 @@ from hp_dsa.ops.arguments import check_dtypes, check_shape, check_tokens, read_r
 from hp_dsa.ops.attention import check_rope
 from hp_dsa.ops.contract import LossInputs
 from hp_dsa.ops.indexer import check_index_inputs
-from hp_dsa.ops.rows import Lengths
-from hp_mesh.checks import require_divisible
+from hp_dsa.ops.rows import Lengths, Rows
+from hp_mesh.checks import fail, require_divisible
 
 __all__ = ["check_statistics", "read_loss_inputs"]
+
+_ATTENTION = "sparse_flash_attention returns with return_softmax_lse=True"
 
 
 def read_loss_inputs(
@@ -55,6 +57,7 @@ def read_loss_inputs(
             f"on {name.removesuffix('_index')}'s rows",
         )
     check_index_inputs(where, query_index, key_index, weights, ("query_index", "key_index"))
+    _require_there(rows, _ATTENTION, softmax_max=softmax_max, softmax_sum=softmax_sum)
     return LossInputs(
         query=query.detach(),
         key=key.detach(),
@@ -70,12 +73,21 @@ def read_loss_inputs(
     )
 
 
+def _require_there(rows: Rows, source: str, **given: Tensor | None) -> None:
+    """Require statistics that were asked for; ``source`` says of whom."""
+    for name, x in given.items():
+        if x is None or (x.numel() == 0 and rows.batch * rows.num_queries):
+            shown = "None" if x is None else "empty"
+            raise fail(rows.where, f"{name} ({shown}) must be what {source}")
+
+
 def check_statistics(given: LossInputs, **of_index: Tensor) -> None:
     """Require attention's statistics on its heads, the indexer's, by argument name, on one."""
     rows, heads = given.rows, given.key.shape[-2]
     batch = (rows.batch,) if rows.layout == "BSND" else ()
     num_heads = given.query.shape[-2]
     group = require_divisible(rows.where, "query's heads", num_heads, "key's heads", heads)
+    _require_there(rows, "dense_lightning_indexer_softmax_lse returns", **of_index)
     of_attention = {"softmax_max": given.softmax_max, "softmax_sum": given.softmax_sum}
     for name, x in {**of_attention, **of_index}.items():
         check_dtypes(rows.where, **{name: x})
