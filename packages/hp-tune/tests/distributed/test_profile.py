@@ -9,6 +9,7 @@ import pytest
 
 from hp_tune.cli import main
 from hp_tune.clusters.cluster_files import read_cluster
+from hp_tune.commands.progress import Bar
 from hp_tune.errors import AllFailedError
 from hp_tune.profile.running import Effort, profile
 from hp_tune.torchrun import Launcher
@@ -17,8 +18,13 @@ from hp_tune.torchrun import Launcher
 def test_two_ranks_measure_and_search_reads_what_they_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the command line to a plan: the file has every shape, and no number is made up."""
+    """From the command line to a plan: the file has every shape, and no number is made up.
+
+    Meanwhile the ranks say how far they are.
+    """
     monkeypatch.chdir(tmp_path)
+    steps: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(Bar, "step", lambda _self, *step: steps.append(step))
 
     def exit_code(command: str) -> object:
         with pytest.raises(SystemExit) as ended:
@@ -28,6 +34,11 @@ def test_two_ranks_measure_and_search_reads_what_they_wrote(
     assert exit_code("profile --name here --quick --json") == 0
     printed = json.loads(capsys.readouterr().out)
     cluster = read_cluster("here.yaml")
+
+    stages = ("collectives", "products, copies, attention", "host", "overlap")
+    assert steps == sorted(steps, key=lambda step: (stages.index(step[0]), step[1]))
+    assert {total for _, _, total in steps} == {9}, "three stages, two rounds after one"
+    assert steps[-1][1] > 0
 
     assert printed["path"] == "here.yaml"
     assert {(t.kind, t.size, t.stride) for t in cluster.collectives} == {

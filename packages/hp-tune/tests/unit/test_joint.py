@@ -83,3 +83,21 @@ def test_the_plan_has_the_launches_of_its_best() -> None:
         search_joint(found, "cuda")
     with pytest.raises(UsageError, match=r"--kernels \('ascend910b33'\).*did you mean"):
         search_joint(found, "ascend910b33")
+
+
+def test_who_waits_is_shown_what_is_priced_asked_and_recorded(
+    result: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Configurations, then points; a sampled space has its questions instead of all points."""
+    steps: list[tuple[str, int, int]] = []
+    search_joint(result, "ascend910b3", study=tmp_path / "s.journal",
+                 step=lambda *step: steps.append(step))  # fmt: skip
+    labels = [ranked.config.label(8) for ranked in result.ranking]
+    size = 64 * 64 + 1
+
+    assert steps[:2] == [(labels[0], 0, 2), (labels[1], 1, 2)]
+    assert steps[2:] == [("points recorded", done, size) for done in range(0, size, 100)]
+    monkeypatch.setattr(joint, "MOST_PRICED", 100)
+    steps.clear()
+    search_joint(result, "ascend910b3", step=lambda *step: steps.append(step))
+    assert steps[-1] == ("launches asked of TPE", MOST_SAMPLED, MOST_SAMPLED)

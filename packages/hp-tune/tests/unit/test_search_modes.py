@@ -332,3 +332,27 @@ def test_what_is_required_of_predictions_and_of_measurements(
     assert [c for c, r in measured.rejected if r.rule == "R01"] == [BALANCED]
     with pytest.raises(NothingValidError, match="R01"):
         search(model, cluster, WORKLOAD, overlap=False, require=read_requirement("time_ms < 1"))
+
+
+def test_what_is_interrupted_in_the_finals_says_what_is_best_too(run: Any) -> None:
+    """All trials are over then; the same search goes on with the finals."""
+
+    class Stopped(FakeMeasurer):
+        def finals(self, configs: Sequence[Config]) -> dict[Config, Measured]:
+            raise KeyboardInterrupt
+
+    told: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        run("measured", Stopped({BALANCED: 10, FOUR: 10.5, TWO: 30, PLAIN: 30}), tell=told.append)
+    assert told[-1] == "best so far of 4 measured: colossal u=1 load_balance, 10 ms"
+
+
+def test_who_waits_is_shown_each_step(run: Any) -> None:
+    """What runs, how many are done, of how many: before each trial, at the end, in the finals."""
+    steps: list[tuple[str, int, int]] = []
+    fake = FakeMeasurer({BALANCED: 10, FOUR: 10.5, TWO: 30, PLAIN: 30})
+    run("measured", fake, step=lambda *step: steps.append(step))
+
+    labels = [config.label(8) for config in fake.ran]
+    shown = [(label, done, 4) for done, label in enumerate(labels)]
+    assert steps == [*shown, ("done", 4, 4), ("finals of 2", 0, 1)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from hp_tune.commands.progress import Bar
 from hp_tune.errors import NoConfigurationError, UsageError, WrongResultError
 
 if TYPE_CHECKING:
@@ -112,7 +113,8 @@ def kernels(**options: Any) -> None:
             of_kernel = [Tuned(name, shape) for shape in distinct]
             for tuned in of_kernel:
                 found.append(tuned)
-                tune(tuned, settings, judge, _tell)
+                with Bar("tuning") as bar:
+                    tune(tuned, settings, judge, bar.tell, bar.step)
             if folder is not None and any(one.best for one in of_kernel):
                 files[name] = _write(settings, of_kernel, folder)
     finally:  # an interrupt too prints what is known so far

@@ -20,6 +20,7 @@ from hp_tune.kernels.shapes import Shape
 from hp_tune.kernels.space import Space, label, planned, refusal, space_of, start
 from hp_tune.kernels.trials import Record, opened
 from hp_tune.kernels.verdict import STOP, Facts, Judge, Mode, Verdict
+from hp_tune.steps import Step, no_step
 
 __all__ = ["Settings", "Trial", "Tuned", "tune"]
 
@@ -115,6 +116,7 @@ def tune(
     settings: Settings,
     judge: Judge,
     tell: Callable[[str], None] = lambda _: None,
+    step: Step = no_step,
 ) -> None:
     """Fill ``tuned``.
 
@@ -123,25 +125,30 @@ def tune(
         settings: How.
         judge: Open already.
         tell: Receives one sentence when there is something to say.
+        step: Receives the launch that is tried, how many were, and how many there may be.
     """
     if settings.mode == "check":  # what was right once is looked at again
-        _fill(tuned, settings, judge, None)
+        _fill(tuned, settings, judge, None, step)
         return
     inputs = _inputs(tuned, settings)
     tuned.study = settings.studies / _name(tuned, settings, inputs)
     with opened(tuned.study, tuned.study.stem, inputs, settings.space, tell) as record:
         if len(record):
             tell(f"{tuned.study} has {len(record)} trials: they are not tried again")
-        _fill(tuned, settings, judge, record)
+        _fill(tuned, settings, judge, record, step)
 
 
-def _fill(tuned: Tuned, settings: Settings, judge: Judge, record: Record | None) -> None:
+def _fill(
+    tuned: Tuned, settings: Settings, judge: Judge, record: Record | None, step: Step
+) -> None:
     space, family = settings.space, settings.facts.family
     source = proposals(space, settings.seed, start(space, family))
     launch = next(source)
     tried = 0
     first_of: dict[str, Trial] = {}  # of those that the planner makes the same of
+    most = min(settings.budget, len(space))
     while True:
+        step(f"{tuned.kernel} {label(launch)}", tried, most)
         twin = first_of.get(planned(tuned.kernel, tuned.shape, launch))
         verdict = None if record is None else record.find(launch)
         replayed = verdict is not None

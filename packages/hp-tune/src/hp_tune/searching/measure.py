@@ -95,19 +95,17 @@ def measure(
         step: Receives which one runs, how many have run, and of how many.
     """
     by_config = {ranked.config: ranked for ranked in wanted}
-    ended = ""
+    finals: Mapping[Config, Measured] = {}
     try:
         ended = _trials(trials, by_config, measurer, budget, tell, step)
+        found = trials.measured(list(by_config))
+        finalists = _finalists(_timed(by_config, found))
+        if not ended and len(finalists) > 1:
+            finals = _finals(trials, finalists, measurer, tell, step)
     except BaseException:  # a signal, say: what is known is said, what was begun waits for others
         trials.give_back()
         tell(_best_so_far(trials, by_config))
         raise
-    found = trials.measured(list(by_config))
-    timed = _timed(by_config, found)
-    finals: Mapping[Config, Measured] = {}
-    finalists = _finalists(timed)
-    if not ended and len(finalists) > 1:
-        finals = _finals(trials, finalists, measurer, tell, step)
     return _decided(by_config, found, finals, ended, trials.cp_size)
 
 
