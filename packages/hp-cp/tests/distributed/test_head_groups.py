@@ -21,6 +21,7 @@ GROUPED = [
     Case(P=2, HK=6, head_groups=3),
     Case(P=4, HK=6, head_groups=3),
     Case(P=4, HK=12, head_groups=3, layout="BNSD"),
+    Case(P=4, H=24, HK=12, head_groups=2),  # a rank's 3 heads of a group share 2 unevenly
     Case(P=2, degree=1, head_groups=4),
     Case(P=3, degree=1, HK=2, head_groups=2, DV=4),
     Case(P=4, degree=2, head_groups=2),
@@ -36,10 +37,11 @@ def test_head_groups_give_the_numbers_and_bytes_of_one_call(core: Any, case: Cas
     ranks(case.P).run(compare, case, lambda: core(case.layout, head_size=case.D))
 
 
-@pytest.mark.parametrize("case", [GROUPED[0], GROUPED[4], GROUPED[6]], ids=str)
-def test_a_mask_with_all_heads_is_cut_to_the_group(case: Case) -> None:
-    """A float mask per head, with its gradient; every group sees its own heads of it."""
-    bias = randn(1, case.H, case.S, case.S, seed=5)
+@pytest.mark.parametrize("heads", ["all", "one"])
+@pytest.mark.parametrize("case", [GROUPED[0], GROUPED[5], GROUPED[7]], ids=str)
+def test_a_mask_with_all_heads_is_cut_to_the_group(case: Case, heads: str) -> None:
+    """A float mask per head, with its gradient; every group sees its own heads of it, or one."""
+    bias = randn(1, case.H if heads == "all" else 1, case.S, case.S, seed=5)
     ranks(case.P).run(
         compare,
         case,

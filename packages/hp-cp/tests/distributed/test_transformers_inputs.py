@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hp_comm.fingerprint import _warned
 from hp_cp import ContextParallel, init_device_mesh, parallelize_module
-from hp_mesh.testing import assert_close, ranks
+from hp_mesh.testing import assert_close, count_collectives, ranks
 
 pytest.importorskip("transformers", reason="the extra is not installed")
 
@@ -198,6 +198,23 @@ def test_the_same_tokens_on_all_ranks_are_a_warning(tiny: Tiny, given: str) -> N
     with pytest.warns(UserWarning, match=said) as record:
         ranks(P).run(run)
     assert len(record) == P
+
+
+def test_ranks_compare_in_the_first_call_of_a_model_only_if_told_so(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HP_PREFLIGHT=first, the default on devices: once for the model, once for each of 2 layers."""
+    monkeypatch.setenv("HP_PREFLIGHT", "first")
+
+    def run(rank: int) -> list[int]:
+        own, counts = parallel(tiny()), []
+        for _ in range(3):
+            with count_collectives() as counted:
+                own(cut(IDS, rank))
+            counts.append(counted.count("preflight"))
+        return counts
+
+    assert ranks(P).run(run) == [[3, 0, 0]] * P
 
 
 LABELS = IDS.masked_fill(torch.arange(S) < 9, -100)

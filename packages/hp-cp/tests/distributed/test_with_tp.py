@@ -127,6 +127,33 @@ def test_merged_heads_are_cut_by_tp_under_colossal(case: Case) -> None:
     ranks(4).run(_compare, case.but(H=8, HK=4), Sdpa, ("cp", "tp"))
 
 
+@pytest.mark.parametrize("case", MODES, ids=str)
+def test_a_plain_output_of_other_dims_is_a_tp_shard_of_its_heads(case: Case) -> None:
+    """BNSD in, BSHD out as a plain tensor: ``Shard(1)`` on the TP axis leaves as ``Shard(2)``."""
+    case = case.but(layout="BNSD")
+    expected, _ = reference(Sdpa("BNSD"), case.qkv(), case.upstream())
+
+    class Swapped(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = Sdpa("BNSD")(q, k, v).transpose(1, 2)
+            assert type(out) is Tensor
+            return out
+
+    def run(rank: int) -> None:
+        root = _root(case, ("cp", "tp"))
+        cp, tp = root.get_local_rank("cp"), root.get_local_rank("tp")
+        style = case.style(use_local_input=True, output_seq_dim=1, output_head_dim=2)
+        fed = [
+            DTensor.from_local(case.local(x.chunk(TP, 1)[tp], cp), root["tp"], [Shard(1)])
+            for x in case.qkv()
+        ]
+        out = style.apply(Swapped(), root["cp"])(*fed)
+        assert out.placements == (Shard(2),) and out.device_mesh == root["tp"]
+        assert_close(out.full_tensor(), case.local(expected, cp).transpose(1, 2))
+
+    ranks(case.P * TP).run(run)
+
+
 def test_the_view_inside_puts_tp_left_of_cp() -> None:
     """Behaviour 24: TP rank t and CP rank c hold head 2t + c of 4, without a strided shard."""
 
