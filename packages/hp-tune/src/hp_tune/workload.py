@@ -89,6 +89,9 @@ class Config(BaseModel):
         kv_chunks: As in `hp_cp.ContextParallel`: K and V are gathered in so many parts while
             attention runs.
         balance_hybrid: As in `hp_cp.ContextParallel`: load balance of a Hybrid.
+        halo: Ulysses degree of sliding layers under a style of their own,
+            ``ContextParallel(sliding_window=...)``, which fetches the keys of a window and gathers
+            nothing; all else is said of the other layers. 0: sliding layers run as the others do.
         gather: ``"latent"``: MLA's latents are gathered instead of K and V. No style does; priced
             to say what it would win.
     """
@@ -102,6 +105,7 @@ class Config(BaseModel):
     keep_kv: bool = True
     kv_chunks: int = Field(default=1, ge=1)
     balance_hybrid: bool = False
+    halo: int = Field(default=0, ge=0)
     gather: Literal["kv", "latent"] = "kv"
 
     @property
@@ -109,8 +113,19 @@ class Config(BaseModel):
         """Whether tails of q are swapped so that causal work is even."""
         return self.load_balance or self.balance_hybrid
 
+    def of_layers(self, *, slide: bool) -> Config:
+        """Return what layers run under that slide, or that do not.
+
+        Under ``halo`` the style of sliding ones has no other option, and that of others no halo.
+        """
+        if not self.halo:
+            return self
+        if slide:
+            return Config(ulysses_degree=self.halo, halo=self.halo)
+        return self.model_copy(update={"halo": 0})
+
     def label(self, cp_size: int) -> str:
-        """Return a short name, such as ``hybrid u=2 async``."""
+        """Return a short name, such as ``hybrid u=2 async`` or ``ulysses u=8 halo=1``."""
         u = self.ulysses_degree
         mode = "colossal" if u == 1 else "ulysses" if u == cp_size else "hybrid"
         words = [mode, f"u={u}"]
@@ -119,4 +134,5 @@ class Config(BaseModel):
         words += ["balance_hybrid"] * self.balance_hybrid
         words += [f"kv_chunks={self.kv_chunks}"] * (self.kv_chunks > 1)
         words += ["keep_kv=False"] * (not self.keep_kv) + ["latent"] * (self.gather == "latent")
+        words += [f"halo={self.halo}"] * (self.halo > 0)
         return " ".join(words)

@@ -82,6 +82,7 @@ def test_json_is_one_object_on_stdout(capsys: pytest.CaptureFixture[str]) -> Non
         "keep_kv": True,
         "kv_chunks": 1,
         "balance_hybrid": False,
+        "halo": 0,
         "gather": "kv",
     }
     assert {r["rule"] for r in found["rejected"]} == {"V03", "V05", "V09"}

@@ -8,7 +8,8 @@ from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.cost.memory import memory_use
 from hp_tune.cost.predict import predict
 from hp_tune.models.hf_config import model_presets, read_model
-from hp_tune.searching.space import Rejection, check, enumerate_space
+from hp_tune.searching.rules import Rejection, check
+from hp_tune.searching.space import enumerate_space
 from hp_tune.workload import Workload
 
 CLUSTERS = [read_cluster(name) for name in ("atlas-800t-a2", "hgx-h200", "l20x8-pcie")]

@@ -23,7 +23,8 @@ from hp_tune.searching.ranking import (
     with_number,
 )
 from hp_tune.searching.restriction import read_restriction
-from hp_tune.searching.space import Rejection, async_available, check, enumerate_space
+from hp_tune.searching.rules import Rejection, check
+from hp_tune.searching.space import async_available, enumerate_space
 from hp_tune.workload import Config, Workload
 
 
@@ -200,7 +201,9 @@ def test_recomputation_is_chosen_only_when_nothing_fits_without() -> None:
     with pytest.raises(NothingValidError) as error:
         search(m, cluster, long, recompute="off", overlap=False)
     assert error.value.exit_code == 3
-    assert len(error.value.result.rejected) == 8
+    rejected = dict(error.value.result.rejected)
+    assert len(rejected) == 8 + 6, "streams of K and V too: two for each degree that gathers"
+    assert {config.kv_chunks for config in rejected} == {1, 4, 8}
     assert {r.rule for _, r in error.value.result.rejected} == {"V05", "V11"}
 
 

@@ -16,7 +16,7 @@ from hp_tune.models.hf_config import read_model
 from hp_tune.models.model import Model
 from hp_tune.plans.plan_file import Entry
 from hp_tune.searching.engine import search
-from hp_tune.searching.space import Rejection, check
+from hp_tune.searching.rules import Rejection, check
 from hp_tune.workload import Config, Workload
 
 U1 = Config(ulysses_degree=1)

@@ -17,7 +17,7 @@ from itertools import pairwise
 from hp_tune.clusters.cluster import Cluster, Points, Tier
 from hp_tune.clusters.collective_times import CollectiveTimes
 
-__all__ = ["Group", "Transfer", "transfer"]
+__all__ = ["Group", "Stage", "Transfer", "bandwidth", "measured_transfer", "sources", "transfer"]
 
 
 CURVES = ("all_to_all", "all_gather", "reduce_scatter")
@@ -73,7 +73,7 @@ def transfer(cluster: Cluster, kind: str, group: Group, bytes_sent: float) -> Tr
 
     What was measured on groups of this shape comes before all that.
     """
-    stages: list[_Stage] = []
+    stages: list[Stage] = []
     times_of = cluster.measured(kind, group.size, group.stride, group.world_size)
     inside = 1
     latency = 0.0
@@ -91,13 +91,13 @@ def transfer(cluster: Cluster, kind: str, group: Group, bytes_sent: float) -> Tr
             part = shard * (members / inside - 1) * (group.size / members)
         links = 1.0 if kind in ("p2p", "ring") else members / inside - 1
         size = part / (group.size - 1) if kind == "ring" else part
-        rate, peak = _bandwidth(tier, kind, links, size, group)
-        stages.append(_Stage(tier, part, rate, peak))
+        rate, peak = bandwidth(tier, kind, links, size, group)
+        stages.append(Stage(tier, part, rate, peak))
         inside = members
     if not stages:
         return Transfer(0.0, "none", 0.0, 0.0, 0.0, ())
     if times_of is not None and bytes_sent:
-        return _measured(times_of, stages[-1], bytes_sent)
+        return measured_transfer(times_of, stages[-1], bytes_sent)
     times = [stage.seconds for stage in stages]
     together = kind in ("all_to_all", "ring")
     total = max(times) if together else sum(times)
@@ -110,11 +110,12 @@ def transfer(cluster: Cluster, kind: str, group: Group, bytes_sent: float) -> Tr
         tier_bytes=slowest.part,
         GBps=slowest.rate,
         share_of_peak=slowest.rate / slowest.peak,
-        sources=tuple(f"tiers.{name}" for name in _sources(slowest.tier, kind)),
+        sources=tuple(f"tiers.{name}" for name in sources(slowest.tier, kind)),
     )
 
 
-def _measured(times: CollectiveTimes, outermost: _Stage, bytes_sent: float) -> Transfer:
+def measured_transfer(times: CollectiveTimes, outermost: Stage, bytes_sent: float) -> Transfer:
+    """Return the transfer that was measured on groups of this shape."""
     seconds = times.seconds(bytes_sent)
     rate = outermost.part / seconds / 1e9
     return Transfer(
@@ -129,7 +130,7 @@ def _measured(times: CollectiveTimes, outermost: _Stage, bytes_sent: float) -> T
 
 
 @dataclass(frozen=True, slots=True)
-class _Stage:
+class Stage:
     """What passes over one tier, and the GB/s per rank it gets there, achieved and at most."""
 
     tier: Tier
@@ -139,10 +140,11 @@ class _Stage:
 
     @property
     def seconds(self) -> float:
+        """Time without latency."""
         return self.part / (self.rate * 1e9)
 
 
-def _bandwidth(
+def bandwidth(
     tier: Tier, kind: str, links: float, part: float, group: Group
 ) -> tuple[float, float]:
     """Return (achieved, peak) GB/s per rank for ``part`` bytes on ``tier``."""
@@ -188,7 +190,8 @@ def _interpolate(points: Points, size_bytes: float) -> float:
     return points[-1][1]
 
 
-def _sources(tier: Tier, kind: str) -> tuple[str, ...]:
+def sources(tier: Tier, kind: str) -> tuple[str, ...]:
+    """Return the names of a tier's numbers behind a collective."""
     curve = tier.curve(kind)
     if curve is not None:
         names = [key for key in CURVES if getattr(tier, key) is curve][:1]

@@ -7,12 +7,14 @@ could be gathered instead is priced too, for no style does it yet: ``Config.gath
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from dataclasses import replace
 
-from hp_cp.description import Collective, Description
-from hp_cp.plan import Plan
+from hp_cp.description import Collective
+from hp_cp.halo import fetched_by
 from hp_tune.clusters.cluster import Cluster
 from hp_tune.cost.cores import stretch, waits_for
+from hp_tune.cost.described import described, latent_bytes
+from hp_tune.cost.halo import busiest_messages, layer_config, layer_plan
 from hp_tune.cost.pairs import work_shares
 from hp_tune.cost.pricing import Move, Pricing
 from hp_tune.cost.streamed import streamed_core
@@ -20,48 +22,7 @@ from hp_tune.cost.term import Phase, Piece, chained
 from hp_tune.models.model import Attention, Model
 from hp_tune.workload import Config, Workload
 
-__all__ = ["LayerCost", "busiest_description", "crossings", "latent_bytes"]
-
-
-@lru_cache(maxsize=4096)
-def busiest_description(
-    plan: Plan,
-    heads: int,
-    kv_heads: int,
-    workload: Workload,
-    sizes: tuple[int, int],
-    config: Config,
-) -> Description:
-    """Return what the Ulysses rank that sends most sends; ``sizes`` are those of a q and a v head.
-
-    Ranks differ only where neighbours share KV heads. Kept, because a search asks again and again
-    with other clusters.
-    """
-    head_size, v_head_size = sizes
-    found = [
-        plan.describe(
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            seq_len=workload.seq_len,
-            head_size=head_size,
-            v_head_size=v_head_size,
-            batch=workload.batch,
-            element_size=workload.element_size,
-            rank=rank,
-            overlap=config.overlap and config.head_groups == 1,
-            head_groups=config.head_groups,
-            keep_kv=config.keep_kv,
-            kv_chunks=config.kv_chunks,
-        )
-        for rank in range(plan.ulysses_degree if kv_heads % plan.ulysses_degree else 1)
-    ]
-    return max(found, key=lambda description: description.bytes())
-
-
-def latent_bytes(layer: Attention, workload: Workload) -> int:
-    """Return the bytes of one rank's latents."""
-    tokens = workload.batch * workload.seq_len // workload.cp_size
-    return tokens * (layer.latent_size or 0) * workload.element_size
+__all__ = ["LayerCost", "crossings"]
 
 
 def crossings(config: Config) -> int:
@@ -75,7 +36,10 @@ def crossings(config: Config) -> int:
 
 
 class LayerCost:
-    """The pieces of one kind of layer."""
+    """The pieces of one kind of layer.
+
+    ``config`` and ``plan`` are those of the layer's own style (`hp_tune.cost.halo.layer_config`).
+    """
 
     def __init__(
         self,
@@ -84,18 +48,16 @@ class LayerCost:
         cluster: Cluster,
         workload: Workload,
         config: Config,
-        plan: Plan,
     ) -> None:
-        self.layer, self.workload, self.config, self.plan = layer, workload, config, plan
+        self.layer, self.workload = layer, workload
+        self.config = layer_config(layer, config)
+        self.plan = plan = layer_plan(layer, config, workload.cp_size)
         self.price = Pricing(cluster, workload)
         self.heads = layer.num_heads // workload.tp_size
         self.kv_heads = max(1, layer.num_kv_heads // workload.tp_size)
         self.tokens = workload.batch * workload.seq_len // workload.cp_size
         self.hidden = model.hidden_size
-        sizes = (layer.head_size, layer.v_head_size)
-        self.description = busiest_description(
-            plan, self.heads, self.kv_heads, workload, sizes, config
-        )
+        self.description = described(layer, plan, workload, self.config)
         self.moves = [self._move(row) for row in self.description.collectives]
         self.gathers_latent = config.gather == "latent" and layer.latent_size is not None
         if self.gathers_latent:
@@ -334,7 +296,18 @@ class LayerCost:
             "p2p": 2,
         }
         key = f"copies for {move.name}{suffix}"
+        if move.messages:
+            return self._halo_copies(move, key)
         return self.price.copies_of(move, copies[move.kind], key)
+
+    def _halo_copies(self, move: Move, key: str) -> Piece:
+        """Price what puts fetched rows beside a rank's own: k and v, and three for each message.
+
+        A message is packed once and lands twice, as rows of k and of v; backward mirrors it.
+        """
+        moved = self.description.resident_kv_bytes + sum(move.messages)
+        copies = 2 + 3 * len(move.messages)
+        return self.price.copy(f"copies for {move.name}", moved / copies, copies, key)
 
     def _move(self, row: Collective) -> Move:
         tp, u = self.workload.tp_size, self.plan.ulysses_degree
@@ -343,7 +316,19 @@ class LayerCost:
             "colossal": (self.plan.colossal_degree, u * tp),
             "cp": (self.plan.cp_size, tp),
         }[row.axis]
-        return Move(row.phase, row.kind, row.what, row.count, row.bytes_sent, size, stride)
+        found = Move(row.phase, row.kind, row.what, row.count, row.bytes_sent, size, stride)
+        if self.config.halo and row.kind == "p2p":
+            return replace(found, what="window of k,v", messages=self._messages())
+        return found
+
+    def _messages(self) -> tuple[int, ...]:
+        """Return the bytes of each message of the rank that is done last."""
+        layer, c = self.layer, self.plan.colossal_degree
+        assert layer.window is not None, "only sliding layers fetch a window"
+        facts = (self.workload.seq_len // c, layer.window, layer.sink_tokens)
+        held = sum(stop - start for start, stop in fetched_by(c - 1, *facts))
+        row = self.description.resident_kv_bytes // held  # no rank holds more than the last
+        return tuple(row * number for number in busiest_messages(c, *facts))
 
 
 def _with_latent(moves: Sequence[Move], latent: int, workload: Workload) -> list[Move]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from hp_cp.plan import Plan
 from hp_tune.clusters.cluster import Cluster
-from hp_tune.cost.layer import busiest_description, latent_bytes
+from hp_tune.cost.described import described, latent_bytes
+from hp_tune.cost.halo import layer_config, layer_plan
 from hp_tune.models.model import Attention, Model
 from hp_tune.workload import Config, Workload
 
@@ -51,15 +52,17 @@ def memory_use(model: Model, cluster: Cluster, workload: Workload, config: Confi
 
     Logits are not counted: how they are held depends on the loss.
     """
-    plan = Plan(workload.cp_size, config.ulysses_degree, config.balances)
     tp, e = workload.tp_size, workload.element_size
     tokens = workload.batch * workload.seq_len // workload.cp_size
     hidden, mlp = model.hidden_size, (model.active_mlp_size or 4 * model.hidden_size) // tp
     queries = kv = indices = transient = largest = 0
+    hybrids: set[int] = set()  # degrees whose groups have communicators of their own
     for layer, count in model.layer_groups:
         if not layer.exchanges:
             continue
-        held = (_sparse if layer.is_sparse else _dense)(layer, plan, workload, config)
+        own, plan = layer_config(layer, config), layer_plan(layer, config, workload.cp_size)
+        hybrids |= {plan.ulysses_degree} if plan.mode == "hybrid" else set()
+        held = (_sparse if layer.is_sparse else _dense)(layer, plan, workload, own)
         queries += count * held.queries
         kv += count * held.kv
         indices += count * held.indices
@@ -78,7 +81,7 @@ def memory_use(model: Model, cluster: Cluster, workload: Workload, config: Confi
             "selected keys": indices,
             "MLP and norm activations": len(model.layers) * rest,
         }
-    groups = 1 + (plan.mode == "hybrid") * 2 + (tp > 1) + (workload.num_ranks > 1)
+    groups = 1 + 2 * len(hybrids) + (tp > 1) + (workload.num_ranks > 1)
     terms = {
         **kept,
         "exchange buffers": transient,
@@ -108,14 +111,12 @@ class _Held:
 def _dense(layer: Attention, plan: Plan, workload: Workload, config: Config) -> _Held:
     tokens = workload.batch * workload.seq_len // workload.cp_size
     e, heads = workload.element_size, layer.num_heads // workload.tp_size
-    kv_heads = max(1, layer.num_kv_heads // workload.tp_size)
-    sizes = (layer.head_size, layer.v_head_size)
-    found = busiest_description(plan, heads, kv_heads, workload, sizes, config)
+    found = described(layer, plan, workload, config)
     saved = found.saved_kv_bytes
     if config.gather == "latent" and layer.latent_size is not None:
         saved = latent_bytes(layer, workload) * workload.cp_size  # K and V come from it again
     return _Held(
-        queries=tokens * heads * (sum(sizes) * e + 4),
+        queries=tokens * heads * ((layer.head_size + layer.v_head_size) * e + 4),
         kv=saved,
         whole_kv=found.resident_kv_bytes * config.head_groups,
         transient=found.peak_extra_bytes + (0 if config.keep_kv else found.resident_kv_bytes),

@@ -13,15 +13,19 @@ from hp_tune.workload import Workload
 __all__ = ["causal_pairs", "document_ends", "seen_pairs", "tiled_pairs", "work_shares"]
 
 
-def causal_pairs(start: int, stop: int, window: int | None = None) -> int:
+def causal_pairs(start: int, stop: int, window: int | None = None, sinks: int = 0) -> int:
     """Return how many (query, key) pairs the query rows ``[start, stop)`` see.
 
-    A row sees itself and all earlier ones, or only the last ``window`` of these.
+    A row sees itself and all earlier ones, or only the last ``window`` of these and the first
+    ``sinks``.
     """
 
     def below(rows: int) -> int:  # pairs of the first rows
         full = rows if window is None else min(rows, window)
-        return full * (full + 1) // 2 + (rows - full) * (window or 0)
+        beyond = rows - full  # these see a key less of the window, and up to all sinks
+        few = min(beyond, sinks)
+        seen = few * (few + 1) // 2 + (beyond - few) * sinks
+        return full * (full + 1) // 2 + beyond * (window or 0) + seen
 
     return below(stop) - below(start)
 
@@ -97,7 +101,7 @@ def seen_pairs(
         if workload.causal and limit is None:
             pairs += (b - a) * (a - first) + tiled_pairs(b - a, tile)
         elif workload.causal:
-            pairs += causal_pairs(a - first, b - first, limit)
+            pairs += causal_pairs(a - first, b - first, limit, layer.sink_tokens)
         else:
             pairs += (b - a) * (end - first)
     return pairs

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from hp_cp.plan import Plan
 from hp_tune.clusters.cluster import Cluster, Source
 from hp_tune.cost.layer import LayerCost
 from hp_tune.cost.schedule import Slot
@@ -80,7 +79,6 @@ class Prediction:
 
 def predict(model: Model, cluster: Cluster, workload: Workload, config: Config) -> Prediction:
     """Return the prediction for a configuration that `searching.space.check` found valid."""
-    plan = Plan(workload.cp_size, config.ulysses_degree, config.balances)
     sources = source_of(cluster, workload.dtype)
     terms: list[Term] = []
     timelines: list[Timeline] = []
@@ -97,7 +95,7 @@ def predict(model: Model, cluster: Cluster, workload: Workload, config: Config) 
             cost = SparseCost(model, layer, cluster, workload, config)
             extra = held = cost.description.gathered_bytes
         else:
-            cost = LayerCost(model, layer, cluster, workload, config, plan)
+            cost = LayerCost(model, layer, cluster, workload, config)
             extra = cost.description.peak_extra_bytes
             held = cost.description.resident_kv_bytes
         peak, resident = max(peak, extra), max(resident, held)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hp_tune.clusters.cluster import Cluster
+from hp_tune.clusters.neighbours import fetch
 from hp_tune.clusters.network import Group, transfer
 from hp_tune.cost.cores import stretch
 from hp_tune.cost.term import Phase, Piece
@@ -23,6 +24,8 @@ class Move:
 
     Attributes:
         size, stride: The group, as in `hp_tune.clusters.network.Group`.
+        messages: Bytes of each message of the rank that is done last, where ranks fetch rows of
+            each other (`hp_tune.clusters.neighbours.fetch`): together they are one piece of work.
     """
 
     phase: Phase
@@ -32,6 +35,7 @@ class Move:
     bytes_sent: int
     size: int
     stride: int
+    messages: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -142,10 +146,14 @@ class Pricing:
         )
 
     def move(self, move: Move, key: str = "") -> Piece:
-        """Price one call of a collective."""
-        sent = move.bytes_sent / move.count
+        """Price one call of a collective, or all messages of a fetch."""
         group = Group(move.size, move.stride, self.workload.num_ranks)
-        found = transfer(self.cluster, move.kind, group, sent)
+        if move.messages:
+            sent: float = sum(move.messages)
+            found = fetch(self.cluster, group, move.messages)
+        else:
+            sent = move.bytes_sent / move.count
+            found = transfer(self.cluster, move.kind, group, sent)
         return Piece(
             move.name,
             "network",

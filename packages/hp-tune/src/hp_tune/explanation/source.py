@@ -74,10 +74,11 @@ def result_of_plan(
         recompute="on" if entry.recompute else "off",
         overlap=any(config.overlap for config in every),
         variants=any(
-            config.head_groups > 1 or not config.keep_kv or config.balance_hybrid
+            config.head_groups > 1 or not config.keep_kv or config.balance_hybrid or config.halo > 1
             for config in every
         ),
         only=read_restriction(plan.made_by.get("space", ""), workload.cp_size),
+        objective=plan.made_by.get("objective", "time"),
         require=read_requirement(plan.made_by["require"]) if "require" in plan.made_by else None,
     )
     _check_same(result, entry)

@@ -10,18 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from hp_cp.plan import Plan
-from hp_mesh.checks import divisors
 from hp_tune.clusters.cluster import Cluster
 from hp_tune.cost.layer import LayerCost
 from hp_tune.cost.predict import Prediction
-from hp_tune.cost.pricing import Move
 from hp_tune.cost.ring import ring_attention
 from hp_tune.cost.sparse import SparseCost
 from hp_tune.cost.term import Phase, run
-from hp_tune.models.model import Attention, Model
+from hp_tune.models.model import Model
 from hp_tune.searching.engine import Result
-from hp_tune.searching.space import Rejection, check
+from hp_tune.searching.rules import Rejection, check
 from hp_tune.workload import Config, Workload
 
 __all__ = ["Opportunity", "find_opportunities"]
@@ -37,8 +34,7 @@ class Opportunity:
         feature: Its name.
         label: The configuration that is fastest with it.
         missing_in: ``runtime``: no style does it. ``model``: a style does, and the model would have
-            to be changed for it. ``search``: a style does, and the search does not rank it.
-            ``plan``: styles do it, and a plan does not say it.
+            to be changed for it. ``plan``: styles do it, and a plan does not say it.
         ms: Predicted, forward and backward.
         gain: Part of the best configuration's time that it would save; negative where it loses.
         how: What would have to be done, one sentence.
@@ -92,10 +88,7 @@ def _candidates(result: Result) -> Iterator[_Candidate]:
         return
     if any(layer.latent_size for layer in layers):
         yield from _latents(result)
-    yield from _balanced_hybrids(result)
     yield from _balanced_async(result)
-    if any(_gathers_too_much(layer, workload) for layer in layers):
-        yield from _halos(result)
     if workload.causal and workload.documents is None and not any(a.window for a in layers):
         seconds = _ring_seconds(model, cluster, workload)
         how = "a style that sends K and V from rank to rank, head-tail ordered; only priced here"
@@ -135,7 +128,7 @@ def _by_kind(result: Result) -> Iterator[_Candidate]:
         return
     names = [result.ranking[i].config.label(workload.cp_size) for i in chosen]
     seconds = sum(times[i][kind] for kind, i in enumerate(chosen))
-    how = "apply another style to each kind of layer yourself; a plan names one for all"
+    how = "apply them yourself: a plan has one style for sliding layers and one for all others"
     label = " + ".join(dict.fromkeys(names))
     yield _Candidate("a style per kind of layer", label, "plan", seconds, how)
 
@@ -155,7 +148,10 @@ def _latents(result: Result) -> Iterator[_Candidate]:
     workload = result.workload
     asynchronous = (False, True) if workload.handoffs else (False,)
     for balance, overlap in product((False, True), asynchronous):
-        config = Config(ulysses_degree=1, load_balance=balance, overlap=overlap, gather="latent")
+        config = Config(
+            ulysses_degree=1, load_balance=balance, overlap=overlap, gather="latent",
+            halo=_halo(result),
+        )  # fmt: skip
         if _rule(result, config) == "V09" and _balances(result, config):
             seconds = _seconds(result.model, result.cluster, workload, config)
             how = "a style that gathers the latent and runs the K and V projections behind it"
@@ -173,26 +169,10 @@ def _balances(result: Result, config: Config) -> bool:
     )
 
 
-def _balanced_hybrids(result: Result) -> Iterator[_Candidate]:
-    """Causal work evened out in Hybrid too: halves swapped with the mirror Ulysses group."""
-    workload, P = result.workload, result.workload.cp_size
-    for u in divisors(P)[1:-1]:
-        config = Config(ulysses_degree=u, load_balance=True)
-        plain = Config(ulysses_degree=u)
-        if _rule(result, config) != "V05" or _rule(result, plain) or not _balances(result, config):
-            continue
-        balanced = Config(ulysses_degree=u, balance_hybrid=True)
-        if any(point.config == balanced for point in result.ranking):
-            continue  # searched already
-        seconds = _seconds(result.model, result.cluster, workload, balanced)
-        how = f"ContextParallel(ulysses_degree={u}, balance_hybrid=True): search with --variants"
-        yield _Candidate("balanced hybrid", balanced.label(P), "search", seconds, how)
-
-
 def _balanced_async(result: Result) -> Iterator[_Candidate]:
     """K and V gathered behind the projections although tails of q are swapped."""
     workload = result.workload
-    config = Config(ulysses_degree=1, load_balance=True, overlap=True)
+    config = Config(ulysses_degree=1, load_balance=True, overlap=True, halo=_halo(result))
     synchronous = config.model_copy(update={"overlap": False})
     same = any(duplicate.config == config for duplicate in result.duplicates)
     if same and _rule(result, synchronous) is None:
@@ -202,48 +182,9 @@ def _balanced_async(result: Result) -> Iterator[_Candidate]:
         yield _Candidate("async with load_balance", label, "runtime", seconds, how)
 
 
-def _gathers_too_much(layer: Attention, workload: Workload) -> bool:
-    return (
-        layer.kind == "sliding"
-        and layer.window is not None
-        and layer.window <= workload.seq_len // workload.cp_size
-    )
-
-
-def _halos(result: Result) -> Iterator[_Candidate]:
-    """Sliding layers take from the rank before them what their window reaches, and no more."""
-    workload, P = result.workload, result.workload.cp_size
-    for ranked in result.ranking:
-        config = ranked.config
-        if config.ulysses_degree > 1 or config.load_balance or config.head_groups > 1:
-            continue
-        shrunk: list[bool] = []
-
-        def narrow(cost: LayerCost, shrunk: list[bool] = shrunk) -> None:
-            if _gathers_too_much(cost.layer, workload):
-                others = [m for m in cost.moves if m.kind not in ("all_gather", "reduce_scatter")]
-                shrunk.append(len(others) < len(cost.moves))
-                if shrunk[-1]:
-                    cost.moves = [*others, *_halo(cost)]
-
-        seconds = _seconds(result.model, result.cluster, workload, config, narrow)
-        if any(shrunk):
-            how = (
-                "ContextParallel(sliding_window=...) on the sliding layers, which is not ranked yet"
-            )
-            yield _Candidate("halo exchange", config.label(P), "search", seconds, how)
-
-
-def _halo(cost: LayerCost) -> list[Move]:
-    layer, workload = cost.layer, cost.workload
-    assert layer.window is not None, "only sliding layers have a halo"
-    rows = workload.batch * (layer.window - 1) * workload.element_size
-    size = rows * cost.kv_heads * (layer.head_size + layer.v_head_size)
-    phases: tuple[Phase, ...] = ("forward", "backward")
-    return [
-        Move(phase, "p2p", "halo of k,v", 1, size, workload.cp_size, workload.tp_size)
-        for phase in phases
-    ]
+def _halo(result: Result) -> int:
+    """Return how the best treats sliding layers, which no feature here is about."""
+    return result.ranking[0].config.halo
 
 
 def _ring_seconds(model: Model, cluster: Cluster, workload: Workload) -> float:
@@ -270,7 +211,6 @@ def _seconds(
     change: Change = lambda _: None,
 ) -> float:
     """Return the predicted time of all layers, each ``changed`` before it is scheduled."""
-    plan = Plan(workload.cp_size, config.ulysses_degree, config.balances)
     slowdown = cluster.device.overlap_slowdown.value
     again = 2 if workload.recompute else 1
     phases: Sequence[tuple[Phase, int]] = (("forward", again), ("backward", 1))
@@ -282,7 +222,7 @@ def _seconds(
         if layer.is_sparse:
             cost = SparseCost(model, layer, cluster, workload, config)
         else:
-            cost = LayerCost(model, layer, cluster, workload, config, plan)
+            cost = LayerCost(model, layer, cluster, workload, config)
             change(cost)
         for phase, times in phases:
             _, slots = run(cost.pieces(phase), phase, 1, slowdown, {})

@@ -15,7 +15,7 @@ from hp_comm.kernels.config import default_launch
 from hp_comm.kernels.plans import Launch
 from hp_tune.kernels.devices import Family
 from hp_tune.kernels.shapes import Shape
-from hp_tune.searching.space import Rejection
+from hp_tune.searching.rules import Rejection
 
 __all__ = ["Space", "label", "planned", "refusal", "space_of", "start"]
 

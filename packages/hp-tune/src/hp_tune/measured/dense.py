@@ -71,8 +71,10 @@ class Core(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend; q, k, v and the result in the layout."""
         q, k, v = (_heads_first(x, self.layout) for x in (q, k, v))
-        if self.causal and self.shape.kind == "sliding" and self.shape.window is not None:
-            windowed = sliding_window_attention(q, k, v, self.shape.window)
+        if self.causal and self.shape.slides:
+            assert self.shape.window is not None, "a layer that slides has a window"
+            sinks = self.shape.sink_tokens
+            windowed = sliding_window_attention(q, k, v, self.shape.window, sink_tokens=sinks)
             return _heads_back(windowed, self.layout)
         mask = self._mask(q)
         out = F.scaled_dot_product_attention(

@@ -138,10 +138,12 @@ def make_layer(
 def _put_dense(layer: DenseLayer, style: StyleCall, mesh: Any) -> None:
     import hp_cp
 
-    kwargs = style.dense.kwargs
-    made = getattr(hp_cp, style.dense.name)(**kwargs)
+    shape = layer.parts.shape
+    named = style.of(shape)
+    kwargs = named.kwargs
+    made = getattr(hp_cp, named.name)(**kwargs)
     handoffs = {}
-    if style.overlap and kwargs.get("head_groups", 1) == 1:
+    if style.sends_ahead(shape) and kwargs.get("head_groups", 1) == 1:
         handoffs = {f"{name}_proj": layer.handoffs[name] for name in "qkv"}
     made.apply(layer.core, mesh, **handoffs)
 
@@ -192,7 +194,7 @@ def _dense_rows(
 ) -> Sequence[Row]:
     from hp_cp.plan import make_plan
 
-    given = style.dense.kwargs
+    given = style.of(shape).kwargs
     plan = make_plan(
         request.cp_size,
         given["ulysses_degree"],
@@ -205,7 +207,7 @@ def _dense_rows(
         num_kv_heads=shape.num_kv_heads,
         head_size=shape.head_size,
         v_head_size=shape.v_head_size,
-        overlap=style.overlap and groups == 1,
+        overlap=style.sends_ahead(shape) and groups == 1,
         head_groups=groups,
         # what is recomputed is gathered again anyway
         keep_kv=given.get("keep_kv", True) or request.recompute,

@@ -33,6 +33,7 @@ class LayerShape:
     head_size: int
     v_head_size: int
     window: int | None = None
+    sink_tokens: int = 0
     latent_size: int | None = None
     rope_size: int = 0
     q_latent_size: int | None = None
@@ -47,6 +48,11 @@ class LayerShape:
         return self.index_topk is not None
 
     @property
+    def slides(self) -> bool:
+        """Whether it sees a window, which a style can fetch."""
+        return self.kind == "sliding" and self.window is not None
+
+    @property
     def nope_size(self) -> int:
         """Features of a q head that carry no position."""
         return self.head_size - self.rope_size
@@ -55,7 +61,8 @@ class LayerShape:
         """Return the layer for a short sequence, where its window and its selection still cut."""
         window = None if self.window is None else max(1, min(self.window, seq_len // 3))
         topk = None if self.index_topk is None else max(1, min(self.index_topk, seq_len // 3))
-        return dataclasses.replace(self, window=window, index_topk=topk)
+        sinks = min(self.sink_tokens, seq_len // 6)
+        return dataclasses.replace(self, window=window, sink_tokens=sinks, index_topk=topk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,8 @@ class StyleCall:
     Attributes:
         label: For people.
         dense: Class and arguments of the style of hp_cp.
+        windowed: That of sliding layers whose keys are fetched, but for their window; None if they
+            run under ``dense``.
         sparse: Those of the three styles of hp_dsa, by boundary.
         overlap: Whether they are asynchronous ones.
     """
@@ -81,6 +90,18 @@ class StyleCall:
     dense: NamedStyle
     sparse: dict[str, NamedStyle]
     overlap: bool = False
+    windowed: NamedStyle | None = None
+
+    def of(self, shape: LayerShape) -> NamedStyle:
+        """Return the style of hp_cp that a layer runs under."""
+        if self.windowed is None or not shape.slides:
+            return self.dense
+        own = {"sliding_window": shape.window, "sink_tokens": shape.sink_tokens}
+        return NamedStyle(self.windowed.name, {**self.windowed.kwargs, **own})
+
+    def sends_ahead(self, shape: LayerShape) -> bool:
+        """Return whether a layer of hp_cp runs under an asynchronous style."""
+        return self.overlap and (self.windowed is None or not shape.slides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +157,9 @@ class JobRequest:
 
 def _style_call(found: dict[str, Any]) -> StyleCall:
     sparse = {at: NamedStyle(**style) for at, style in found["sparse"].items()}
-    return StyleCall(**{**found, "dense": NamedStyle(**found["dense"]), "sparse": sparse})
+    windowed = None if found["windowed"] is None else NamedStyle(**found["windowed"])
+    dense = NamedStyle(**found["dense"])
+    return StyleCall(**{**found, "dense": dense, "sparse": sparse, "windowed": windowed})
 
 
 def layer_shapes(model: Model, tp_size: int) -> tuple[LayerShape, ...]:
@@ -156,6 +179,7 @@ def _shape(layer: Attention, count: int, tp_size: int) -> LayerShape:
         head_size=layer.head_size,
         v_head_size=layer.v_head_size,
         window=layer.window,
+        sink_tokens=layer.sink_tokens,
         latent_size=layer.latent_size,
         rope_size=layer.rope_size if layer.latent_size else 0,
         q_latent_size=layer.q_latent_size,
@@ -170,15 +194,18 @@ def style_call(config: Config, workload: Workload) -> StyleCall:
     """Return the styles of an entry of ``plan.json`` with this configuration."""
     dense, sparse = (_styles(config, workload.layout, name) for name in ("hp_cp", "hp_dsa"))
     label = config.label(workload.cp_size)
-    return StyleCall(label, dense["attention"], sparse, config.overlap)
+    windowed = dense.pop("sliding_attention", None)
+    if windowed is not None:  # each layer has a window of its own
+        windowed.kwargs.pop("sliding_window")
+    return StyleCall(label, dense["attention"], sparse, config.overlap, windowed)
 
 
 def _styles(config: Config, layout: str, package: str) -> dict[str, NamedStyle]:
     from hp_tune.plans.plan_file import Entry
 
-    # of an entry only what its styles follow from: it has no numbers yet
+    # of an entry only what its styles follow from: it has no numbers yet, and some window
     entry = Entry.model_construct(
-        best=SimpleNamespace(config=config), layout=layout, styles=package
+        best=SimpleNamespace(config=config), layout=layout, styles=package, windows=(None, (1, 0))
     )
     specs = entry.style_specs()
     return {at: NamedStyle(spec.name, dict(spec.arguments)) for at, spec in specs.items()}

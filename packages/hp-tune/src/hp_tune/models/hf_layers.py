@@ -155,7 +155,9 @@ def _of_kind(
     if kind in ("sliding", "chunked"):
         if not window:
             return base
-        return base.model_copy(update={"kind": kind, "window": window, **_swa(fields)})
+        sinks = fields.optional(("sink_tokens",)) if kind == "sliding" else None
+        own = {"window": window, "sink_tokens": sinks or 0, **_swa(fields)}
+        return base.model_copy(update={"kind": kind, **own})
     if kind == "full":  # gemma4: full layers have heads of their own
         other = {
             "head_size": fields.optional(("global_head_dim",)),

@@ -28,6 +28,7 @@ class Attention(BaseModel):
         head_size: Size of a head of q and k.
         v_head_size: Size of a head of v and of the output.
         window: Tokens that a sliding layer sees, its own included, or size of a chunk.
+        sink_tokens: First tokens of the sequence that a sliding layer sees beside its window.
         compression: Tokens behind one compressed key.
         latent_size: MLA: features per token that K and V are computed from, the rope part included.
         rope_size: MLA: features of the latent that carry the position and are shared by all heads.
@@ -47,6 +48,7 @@ class Attention(BaseModel):
     head_size: int = Field(ge=1)
     v_head_size: int = Field(ge=1)
     window: int | None = Field(default=None, ge=1)
+    sink_tokens: int = Field(default=0, ge=0)
     compression: int | None = Field(default=None, ge=1)
     latent_size: int | None = Field(default=None, ge=1)
     rope_size: int = Field(default=0, ge=0)
@@ -61,6 +63,11 @@ class Attention(BaseModel):
     def exchanges(self) -> bool:
         """Whether context parallelism has anything to do in this layer."""
         return self.kind not in ("linear", "none")
+
+    @property
+    def slides(self) -> bool:
+        """Whether a token sees the keys of a window, which a style can fetch without a gather."""
+        return self.kind == "sliding" and self.window is not None
 
     @property
     def is_sparse(self) -> bool:
@@ -80,6 +87,7 @@ class Attention(BaseModel):
             f"head size {size}",
         ]
         words += [f"window {self.window}"] if self.window else []
+        words += [f"{self.sink_tokens} sink tokens"] if self.sink_tokens else []
         words += [f"one key per {self.compression} tokens"] if self.compression else []
         words += [f"latent {self.latent_size}"] if self.latent_size else []
         if self.index_topk:

@@ -22,13 +22,14 @@ __all__ = ["FORMATS", "export_plan", "study_csv"]
 FORMATS = ("python", "yaml", "json", "csv", "env")
 COLUMNS = (
     "seq_len", "cp_size", "tp_size", "rank", "config", "ulysses_degree", "load_balance", "overlap",
-    "head_groups", "keep_kv", "kv_chunks", "balance_hybrid", "forward_ms", "backward_ms", "vs_best",
-    "exposed_comm_ms", "imbalance", "memory_GiB", "measured_ms", "source", "rule", "message",
+    "head_groups", "keep_kv", "kv_chunks", "balance_hybrid", "halo", "forward_ms", "backward_ms",
+    "vs_best", "exposed_comm_ms", "imbalance", "memory_GiB", "measured_ms", "source", "rule",
+    "message",
 )  # fmt: skip
 STUDY_COLUMNS = (
     "label", "ulysses_degree", "load_balance", "overlap", "head_groups", "keep_kv", "kv_chunks",
-    "balance_hybrid", "predicted_ms", "forward_ms", "backward_ms", "exposed_comm_ms", "imbalance",
-    "num_collectives", "memory_bytes", "source", "rule", "message", "hint",
+    "balance_hybrid", "halo", "predicted_ms", "forward_ms", "backward_ms", "exposed_comm_ms",
+    "imbalance", "num_collectives", "memory_bytes", "source", "rule", "message", "hint",
 )  # fmt: skip
 
 

@@ -128,6 +128,7 @@ class Entry(_Strict):
 
     Attributes:
         styles: Whose styles run it; those of ``hp_dsa`` are three: see `styles_dict`.
+        windows: Window and sink tokens of each kind of sliding layer; None for layers without.
         recompute: Whether it was searched with activation checkpointing.
         margin: How much slower the next is, as a fraction.
         front: With the objective ``pareto``, what no other beats in both time and memory.
@@ -139,6 +140,7 @@ class Entry(_Strict):
     best: PricedConfig
     layout: Layout
     styles: Literal["hp_cp", "hp_dsa"] = "hp_cp"
+    windows: tuple[tuple[int, int] | None, ...] = (None,)
     recompute: bool = False
     margin: float | None = None
     alternatives: tuple[PricedConfig, ...] = ()
@@ -150,7 +152,7 @@ class Entry(_Strict):
 
     @property
     def plan(self) -> Plan:
-        """The `hp_cp` plan of the chosen configuration."""
+        """The `hp_cp` plan of the chosen configuration, for layers without a style of their own."""
         config = self.best.config
         return make_plan(
             self.when.cp_size,
@@ -162,7 +164,7 @@ class Entry(_Strict):
     def style_kwargs(self, **overrides: Any) -> dict[str, Any]:
         """Return the arguments of the style's constructor; ``overrides`` win.
 
-        For sparse attention they are those of the indexer's style; see `style_specs` for all three.
+        Where there are several styles they are those of the first; see `style_specs` for all.
         """
         first = next(iter(self.style_specs().values()))
         return {**first.arguments, **overrides}
@@ -170,27 +172,40 @@ class Entry(_Strict):
     def style_specs(self) -> dict[str, StyleSpec]:
         """Return the class and the arguments of each style by its boundary; imports no torch.
 
-        ``attention``, and for sparse attention ``indexer`` and ``indexer_loss`` too.
+        ``attention``, for sparse attention ``indexer`` and ``indexer_loss`` too, and
+        ``sliding_attention`` where sliding layers have a style of their own.
         """
         from hp_tune.plans.styles import style_specs
 
         return style_specs(self)
 
     def style(self, **overrides: Any) -> ContextParallel:
-        """Return the style object to apply; imports torch."""
+        """Return the style object to apply to every layer; imports torch.
+
+        Raises:
+            PlanMismatchError: There are several; take them from `styles_dict`.
+        """
         if self.styles != "hp_cp":
             raise PlanMismatchError(
                 "this plan is for sparse attention, which takes the three styles of hp_dsa",
                 "take them from styles_dict(), one for each boundary",
             )
-        style: ContextParallel = self.style_specs()["attention"].build(**overrides)
+        specs = self.style_specs()
+        if len(specs) > 1:
+            raise PlanMismatchError(
+                f"this plan has a style for each kind of layer ({', '.join(specs)})",
+                "take them from styles_dict(), or search with --space halo=0 for one style",
+            )
+        (spec,) = specs.values()
+        style: ContextParallel = spec.build(**overrides)
         return style
 
     def styles_dict(self, **overrides: Any) -> dict[str, Any]:
         """Return the style objects by the boundary that they go on; imports torch.
 
-        ``attention`` alone for the styles of ``hp_cp``; ``indexer``, ``attention`` and
-        ``indexer_loss`` for those of ``hp_dsa``. ``overrides`` go to each of them.
+        ``attention`` for the styles of ``hp_cp``; ``indexer``, ``attention`` and ``indexer_loss``
+        for those of ``hp_dsa``; ``sliding_attention`` where sliding layers have one of their own
+        (``halo``). ``overrides`` go to each of them.
         """
         return {role: spec.build(**overrides) for role, spec in self.style_specs().items()}
 

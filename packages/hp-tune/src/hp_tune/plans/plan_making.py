@@ -22,11 +22,12 @@ from hp_tune.searching.ranking import Ranked, six_digits
 
 if TYPE_CHECKING:
     from hp_tune.measured.result import Measured
+    from hp_tune.models.model import Model
     from hp_tune.searching.result import Result
 
 __all__ = ["COST_MODEL", "make_plan"]
 
-COST_MODEL = 3
+COST_MODEL = 4
 """Raised when a change of the formulas makes old numbers incomparable."""
 
 
@@ -94,6 +95,7 @@ def _entry(bucket: Sequence[Result], seq: tuple[int, int]) -> Entry:
         best=priced[0],
         layout=workload.layout,
         styles="hp_dsa" if any(layer.is_sparse for layer in result.model.layers) else "hp_cp",
+        windows=_windows(result.model),
         recompute=workload.recompute,
         margin=None if result.margin is None else six_digits(result.margin),
         alternatives=tuple(priced[1:4]),
@@ -119,6 +121,13 @@ def _entry(bucket: Sequence[Result], seq: tuple[int, int]) -> Entry:
         kernels={name: dict(one) for name, one in (result.kernels or {}).items()},
         outranked=len(result.outranked),
     )
+
+
+def _windows(model: Model) -> tuple[tuple[int, int] | None, ...]:
+    """Return what is seen in each kind of layer that a style is for, in order."""
+    layers = [layer for layer, _ in model.layer_groups if layer.exchanges]
+    found = ((layer.window or 0, layer.sink_tokens) if layer.slides else None for layer in layers)
+    return tuple(dict.fromkeys(found))
 
 
 def _priced(ranked: Ranked, best: float, cp_size: int) -> PricedConfig:

@@ -41,7 +41,36 @@ def style_specs(entry: Entry) -> dict[str, StyleSpec]:
     One for ``attention``; for sparse attention those of ``indexer``, ``attention`` and
     ``indexer_loss``. There, load balance is that of the indexer: its queries travel to the mirror
     rank and back, data stays in natural order, and the sparse core is even by itself.
+
+    Under ``halo`` sliding layers have a style of their own, ``sliding_attention``, for each window
+    if there are several: ``sliding_attention_128``. Then ``attention`` is that of all others, and
+    is not there if there are none.
     """
+    config = entry.best.config
+    others = _style_specs(entry) if None in entry.windows or not config.halo else {}
+    return others | (_window_specs(entry) if config.halo else {})
+
+
+def _window_specs(entry: Entry) -> dict[str, StyleSpec]:
+    """Return the style of each kind of sliding layer."""
+    config, dims = entry.best.config, LAYOUTS[entry.layout]
+    windows = [window for window in entry.windows if window is not None]
+    found: dict[str, StyleSpec] = {}
+    for window, sinks in windows:
+        name = "sliding_attention" if len(windows) == 1 else f"sliding_attention_{window}"
+        arguments: dict[str, Any] = {
+            "seq_dim": dims.seq_dim,
+            "head_dim": dims.head_dim,
+            "ulysses_degree": config.halo,
+            "sliding_window": window,
+        }
+        arguments |= {"sink_tokens": sinks} if sinks else {}
+        found[name] = StyleSpec("hp_cp", "ContextParallel", arguments)
+    return found
+
+
+def _style_specs(entry: Entry) -> dict[str, StyleSpec]:
+    """Return the styles of all layers, or under ``halo`` of those that do not slide."""
     config, dims = entry.best.config, LAYOUTS[entry.layout]
     ahead = "Async" if config.overlap else ""
     if entry.styles == "hp_dsa":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hp_tune.measured.result import Measurer
     from hp_tune.searching.requirement import Requirement
     from hp_tune.searching.restriction import Restriction
-    from hp_tune.searching.space import Rejection
+    from hp_tune.searching.rules import Rejection
     from hp_tune.study.place import Place
     from hp_tune.study.records import Fate
     from hp_tune.study.trials import Trials
@@ -121,7 +121,7 @@ def search(
     found = evaluate(
         model, cluster, workload,
         recompute=how.recompute, overlap=how.overlap, variants=how.variants,
-        only=how.only, require=how.require,
+        only=how.only, require=how.require, memory_counts=how.objective == "pareto",
     )  # fmt: skip
     result = Result(
         model=model,

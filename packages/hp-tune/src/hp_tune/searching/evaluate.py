@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -12,7 +13,8 @@ from hp_tune.cost.predict import Prediction, predict
 from hp_tune.errors import UsageError
 from hp_tune.models.model import Model
 from hp_tune.searching.ranking import Ranked
-from hp_tune.searching.space import Duplicate, Rejection, check, enumerate_space
+from hp_tune.searching.rules import Rejection, check
+from hp_tune.searching.space import Duplicate, Sliding, enumerate_space
 from hp_tune.workload import Config, Workload
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ def evaluate(
     variants: bool = False,
     only: Restriction | None = None,
     require: Requirement | None = None,
+    memory_counts: bool = False,
 ) -> Evaluated:
     """Check and price every configuration of ``workload``.
 
@@ -87,6 +90,8 @@ def evaluate(
         variants: Also groups of heads and K and V that are gathered again in backward.
         only: The part of the space that is searched.
         require: What a valid configuration must keep to.
+        memory_counts: Whether memory is an objective beside time. Then K and V that are gathered
+            in parts (``kv_chunks``) are searched too; else only if nothing fits without.
     """
     check_inputs(cluster, workload)
     notes = [*model.notes, *_length_note(model, workload), *_linear_note(model)]
@@ -95,16 +100,30 @@ def evaluate(
         notes.append("memory is that of activations: parameters and optimizer need --world")
     points: list[Point] = []
     duplicates: list[Duplicate] = []
-    for again in (False, True) if recompute == "auto" else (recompute == "on",):
+    stages = [(again, memory_counts) for again in _RECOMPUTES[recompute]]
+    if not memory_counts and workload.cp_size > 1:
+        stages += [(again, True) for again, _ in stages]
+    chunks = memory_counts
+    for again, chunks in stages:
         workload = workload.model_copy(update={"recompute": again})
         configs, duplicates = enumerate_space(
-            workload.cp_size, overlap=overlap, variants=variants, only=only
+            workload.cp_size,
+            overlap=overlap,
+            variants=variants,
+            only=only,
+            sliding=_sliding(model, workload),
+            chunks=chunks,
         )
         points = [_point(model, cluster, workload, config, require) for config in configs]
         if any(p.prediction for p in points) or not any(_is_memory(p) for p in points):
             break
+    points = _with_own_reasons(points)
+    if chunks and not memory_counts:
+        notes.append("nothing fits with K and V gathered at once: searched with kv_chunks too")
     if model.qk_norm and workload.handoffs:
         notes.append("async: hand off the norms of q and k, not their projections")
+    if any(point.config.halo and point.prediction for point in points):
+        notes.append("halo: sliding layers must say their window, as sliding_window_attention does")
     if recompute == "auto" and workload.recompute:
         notes.append("nothing fits with all activations kept: priced with recomputation")
     ranking = sorted(
@@ -135,6 +154,37 @@ def _point(
         if broken is not None:
             return Point(config, rejection=broken)
     return Point(config, prediction, memory)
+
+
+_RECOMPUTES: dict[Recompute, tuple[bool, ...]] = {
+    "auto": (False, True), "on": (True,), "off": (False,),
+}  # fmt: skip
+
+
+def _sliding(model: Model, workload: Workload) -> Sliding:
+    """Return how many layers have a window that a style fetches."""
+    slides = {layer.slides for layer, _ in model.layer_groups if layer.exchanges}
+    if not workload.causal or True not in slides:
+        return "none"
+    return "some" if False in slides else "all"
+
+
+def _with_own_reasons(points: Sequence[Point]) -> list[Point]:
+    """Leave out what is rejected just as it is without ``halo`` and ``kv_chunks``."""
+    said = {
+        (point.config, point.rejection.rule, point.rejection.message)
+        for point in points
+        if point.rejection is not None
+    }
+
+    def is_said(point: Point) -> bool:
+        plain = point.config.model_copy(update={"halo": 0, "kv_chunks": 1})
+        found = point.rejection
+        if found is None or plain == point.config:
+            return False
+        return (plain, found.rule, found.message) in said
+
+    return [point for point in points if not is_said(point)]
 
 
 def _is_memory(point: Point) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hp_comm.kernels import catalog
+from hp_tune.cost.halo import layer_config
 from hp_tune.errors import UsageError
 from hp_tune.files import sha256
 from hp_tune.kernels.bandwidth import ASSUMED, estimate
@@ -140,17 +141,21 @@ def _part(
     hidden = sum(t.exposed for t in ranked.prediction.terms if t.name.startswith(copies))
     base = (ranked.prediction.seconds - hidden) * 1e3
     pack, unpack = np.zeros(len(launches)), np.zeros(len(launches))
-    if config.ulysses_degree == 1 or workload.dtype not in ELEMENT_SIZE:
+    degrees = {config.ulysses_degree, config.of_layers(slide=True).ulysses_degree}
+    if degrees == {1} or workload.dtype not in ELEMENT_SIZE:
         return _Part(ranked, ranked.prediction.seconds * 1e3, np.zeros(1), np.zeros(1))
     for layer, count in result.model.layer_groups:
         if not layer.exchanges or layer.is_sparse:
+            continue
+        degree = layer_config(layer, config).ulysses_degree
+        if degree == 1:
             continue
         heads = tuple(
             max(1, number // workload.tp_size)
             for number in (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
         )
         shape = Shape(
-            workload.seq_len // workload.cp_size, heads, layer.head_size, config.ulysses_degree,
+            workload.seq_len // workload.cp_size, heads, layer.head_size, degree,
             workload.batch, workload.layout, workload.dtype,
         )  # fmt: skip
         times = count * (3 if workload.recompute else 2)  # each direction packs and unpacks once

@@ -15,7 +15,7 @@ from hp_mesh.checks import nearest
 from hp_tune.cost.memory import GIB
 from hp_tune.errors import UsageError
 from hp_tune.searching.ranking import Ranked
-from hp_tune.searching.space import Rejection
+from hp_tune.searching.rules import Rejection
 
 __all__ = ["NAMES", "Requirement", "read_requirement"]
 

@@ -25,6 +25,7 @@ FIELDS = {
     "keep_kv": "keep_kv",
     "kv_chunks": "kv_chunks",
     "balance_hybrid": "balance_hybrid",
+    "halo": "halo",
 }
 SPELLINGS = {"ulysses_degree": "u", "load_balance": "lb", "async": "overlap"}
 SWITCH = {"on": True, "off": False}
@@ -32,6 +33,7 @@ NUMBERS: dict[str, tuple[int, ...]] = {
     "u": (),  # the divisors of the number of ranks
     "head_groups": HEAD_GROUPS,
     "kv_chunks": KV_CHUNKS,
+    "halo": (),  # the divisors, and 0
 }
 """Keys whose values are numbers, and which they may be beside 1."""
 
@@ -64,8 +66,8 @@ def read_restriction(words: str, cp_size: int) -> Restriction:
 
     Args:
         words: Such as ``u=1,2 lb=on,off``: keys ``u``, ``lb``, ``overlap``, ``head_groups``,
-            ``keep_kv``, ``kv_chunks`` and ``balance_hybrid``, each with a list of values.
-        cp_size: Number of CP ranks; every ``u`` must divide it.
+            ``keep_kv``, ``kv_chunks``, ``balance_hybrid`` and ``halo``, each with a list of values.
+        cp_size: Number of CP ranks; every ``u`` and ``halo`` must divide it.
     """
     found: dict[str, tuple[int | bool, ...]] = {}
     for word in words.split():
@@ -89,10 +91,11 @@ def read_restriction(words: str, cp_size: int) -> Restriction:
 
 def _value(key: str, text: str, cp_size: int) -> int | bool:
     if key in NUMBERS:
-        allowed = [1, *NUMBERS[key]] if key != "u" else divisors(cp_size)
-        value = int(text) if text.isdecimal() else 0
+        degrees = {"u": divisors(cp_size), "halo": [0, *divisors(cp_size)]}
+        allowed = degrees.get(key, [1, *NUMBERS[key]])
+        value = int(text) if text.isdecimal() else -1
         if value not in allowed:
-            why = f", the divisors of --cp ({cp_size})" if key == "u" else ""
+            why = f", the divisors of --cp ({cp_size})" if key in degrees else ""
             raise UsageError(
                 f"--space: {key} ({text}) must be among {', '.join(map(str, allowed))}{why}"
             )

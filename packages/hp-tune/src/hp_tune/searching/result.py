@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from hp_tune.clusters.cluster import Cluster
     from hp_tune.models.model import Model
     from hp_tune.plans.plan_file import PlanFile
-    from hp_tune.searching.space import Duplicate, Rejection
+    from hp_tune.searching.rules import Rejection
+    from hp_tune.searching.space import Duplicate
     from hp_tune.study.trials import Recorded
     from hp_tune.workload import Config, Workload
 

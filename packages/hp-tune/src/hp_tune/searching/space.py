@@ -1,7 +1,4 @@
-"""Which configurations exist, and why one is not valid.
-
-`hp_cp.plan` says what is valid; this file only asks it, rule by rule, and keeps which rule it was.
-"""
+"""Which configurations exist: every point once, in a fixed order."""
 
 from __future__ import annotations
 
@@ -9,38 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from hp_cp.gathers import check_streamed_style
-from hp_cp.plan import Plan, make_plan
 from hp_mesh.checks import divisors
-from hp_tune.clusters.cluster import Cluster
-from hp_tune.cost.memory import GIB, memory_use
-from hp_tune.models.model import Attention, Model
 from hp_tune.searching.restriction import HEAD_GROUPS, KV_CHUNKS, Restriction
-from hp_tune.workload import Config, Workload
+from hp_tune.workload import Config
 
-__all__ = ["Duplicate", "Rejection", "async_available", "check", "enumerate_space"]
+__all__ = ["Duplicate", "Sliding", "async_available", "enumerate_space"]
 
-INT32 = 2**31
-ASKED = "search"
-
-
-@dataclass(frozen=True, slots=True)
-class Rejection:
-    """Why a configuration is not valid.
-
-    Attributes:
-        rule: A stable id, ``V01`` and so on.
-        message: The broken rule with its numbers.
-        numbers: Those numbers by name.
-        hint: The way out.
-    """
-
-    rule: str
-    message: str
-    numbers: dict[str, Any]
-    hint: str
+Sliding = Literal["none", "some", "all"]
+"""How many of a model's layers see a window only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +40,26 @@ def enumerate_space(
     overlap: bool | None = None,
     variants: bool = False,
     only: Restriction | None = None,
+    sliding: Sliding = "none",
+    chunks: bool = False,
 ) -> tuple[list[Config], list[Duplicate]]:
     """Return every distinct configuration on ``cp_size`` ranks in a fixed order, and duplicates.
 
     Args:
         cp_size: Number of CP ranks.
         overlap: Whether asynchronous exchanges exist; None asks the installed hp-cp.
-        variants: Also K and V that are gathered again (``keep_kv=False``), load balance in Hybrid
-            and, where asynchronous exchanges exist, groups of heads.
+        variants: Also K and V that are gathered again (``keep_kv=False``), load balance and windows
+            that are fetched in Hybrid and, where asynchronous exchanges exist, groups of heads.
         only: The part that is searched; what it names is searched without ``variants``, too.
-            ``kv_chunks`` is searched only where it is named: it saves memory, and without a fused
-            kernel for streams its time on an accelerator is not known.
+        sliding: Where there are such layers, every point also with ``halo``, in Colossal.
+        chunks: Also K and V that are gathered in parts. It saves memory; its time on an accelerator
+            is not well known, for want of a fused kernel for streams.
     """
     overlap = async_available() if overlap is None else overlap
     only = only or Restriction()
     groups = HEAD_GROUPS if variants or only.wants("head_groups") else ()
     keeps = (True, False) if variants or only.wants("keep_kv") else (True,)
-    chunks = KV_CHUNKS if only.wants("kv_chunks") else ()
+    parts = KV_CHUNKS if chunks or only.wants("kv_chunks") else ()
     hybrids = variants or only.wants("balance_hybrid")
     points: list[Config] = []
     duplicates: list[Duplicate] = []
@@ -92,13 +70,18 @@ def enumerate_space(
             for config in _choices(u, balance, overlap, groups, keeps)
         ]
         if u < cp_size:
-            found += [Config(ulysses_degree=u, kv_chunks=number) for number in chunks]
+            found += [Config(ulysses_degree=u, kv_chunks=number) for number in parts]
         if 1 < u < cp_size and hybrids:
             found += [Config(ulysses_degree=u, balance_hybrid=True, keep_kv=keep) for keep in keeps]
-        for config in found:
+        halos = [
+            config.model_copy(update={"halo": degree}) if degree else config
+            for config in found
+            for degree in _halos(config, cp_size, sliding, variants, only)
+        ]
+        for config in halos:
             if not only.allows(config):
                 continue
-            same_as, reason = _canonical(config, cp_size)
+            same_as, reason = _canonical(config, cp_size, sliding)
             if same_as == config:
                 points.append(config)
             else:
@@ -120,200 +103,35 @@ def _choices(
     ]
 
 
-def _canonical(config: Config, cp_size: int) -> tuple[Config, str]:
+def _halos(
+    config: Config, cp_size: int, sliding: Sliding, variants: bool, only: Restriction
+) -> list[int]:
+    """Return the degrees of sliding layers to be tried beside a configuration of the others."""
+    if only.wants("halo"):
+        return [int(degree) for degree in only.values["halo"]]
+    u = config.ulysses_degree
+    if sliding == "none" or cp_size == 1:
+        return [0]
+    if sliding == "all":  # there are no others
+        return (
+            [0, u] if config == Config(ulysses_degree=u) and _fetches(u, cp_size, variants) else [0]
+        )
+    return [0, 1, *([u] if u > 1 and _fetches(u, cp_size, variants) else [])]
+
+
+def _fetches(u: int, cp_size: int, variants: bool) -> bool:
+    """Return whether to try windows under a degree: Hybrid sends more, but for very long ones."""
+    return u == 1 or (variants and u < cp_size)
+
+
+def _canonical(config: Config, cp_size: int, sliding: Sliding) -> tuple[Config, str]:
     if cp_size == 1:
         return Config(ulysses_degree=1), "one rank exchanges nothing"
+    if sliding == "all" and config != config.of_layers(slide=True):
+        return config.of_layers(slide=True), "all layers slide"
     if config.load_balance and config.overlap and config.ulysses_degree == 1:
         same = config.model_copy(update={"overlap": False})
         return same, "load_balance runs synchronously"
     if not config.keep_kv and config.ulysses_degree == cp_size:
         return config.model_copy(update={"keep_kv": True}), "Ulysses gathers no K and V"
     return config, ""
-
-
-def check(model: Model, cluster: Cluster, workload: Workload, config: Config) -> Plan | Rejection:
-    """Return the plan of a valid configuration, or the first rule that it breaks."""
-    rejection = _check_mesh(model, workload) or _check_kinds(model, workload, config)
-    if rejection is not None:
-        return rejection
-    cp, u, tp = workload.cp_size, config.ulysses_degree, workload.tp_size
-    group = {"cp_size": cp, "ulysses_degree": u}
-    rule, numbers = "V02", group
-    try:
-        make_plan(cp, u, where=ASKED)
-        rule, numbers = "V05", {**group, "load_balance": config.load_balance}
-        balance_hybrid = config.balance_hybrid
-        plan = make_plan(cp, u, config.load_balance, balance_hybrid=balance_hybrid, where=ASKED)
-        rule, numbers = "V15", {**group, "keep_kv": config.keep_kv}
-        plan.check_keep_kv(config.keep_kv, where=ASKED)
-        rule, numbers = "V16", {**group, "kv_chunks": config.kv_chunks}
-        plan.check_kv_chunks(config.kv_chunks, workload.seq_len // cp, where=ASKED)
-        check_streamed_style(
-            config.kv_chunks,
-            use_local_input=False,
-            head_groups=config.head_groups,
-            overlap=config.overlap,
-            where=ASKED,
-        )
-        rule = "V03"
-        for layer, _ in model.layer_groups:
-            if layer.exchanges and not layer.is_sparse:
-                heads, kv = layer.num_heads // tp, max(1, layer.num_kv_heads // tp)
-                numbers = {**group, "num_heads": heads, "num_kv_heads": kv, "tp_size": tp}
-                plan.heads(heads, kv, where=ASKED, tp_size=tp)
-                if config.head_groups > 1:
-                    numbers["head_groups"] = config.head_groups
-                    plan.check_head_groups(config.head_groups, heads, kv, where=ASKED)
-        rule, numbers = "V01", {**group, "seq_len": workload.seq_len}
-        plan.split_length(workload.seq_len, ASKED)
-    except ValueError as error:
-        message, _, hint = str(error).removeprefix(f"{ASKED}: ").partition("; ")
-        return Rejection(rule, message, dict(numbers), hint)
-    return (
-        _check_handoffs(workload, config)
-        or _check_index(model, workload, group)
-        or _check_memory(model, cluster, workload, config, group)
-        or plan
-    )
-
-
-def _check_handoffs(workload: Workload, config: Config) -> Rejection | None:
-    if not config.overlap or workload.handoffs or config.head_groups > 1:
-        return None
-    return Rejection(
-        "V09",
-        "async needs handoffs, and a rotary embedding stands between projections and attention",
-        {"overlap": True, "handoffs": False},
-        "mark where q, k and v are final with hp_cp.Handoff, and search with --handoffs",
-    )
-
-
-def _check_mesh(model: Model, workload: Workload) -> Rejection | None:
-    world, tp, cp = workload.num_ranks, workload.tp_size, workload.cp_size
-    if world % (tp * cp):
-        return Rejection(
-            "V10",
-            f"world_size ({world}) must be divisible by tp_size x cp_size ({tp} x {cp})",
-            {"world_size": world, "tp_size": tp, "cp_size": cp},
-            f"use --world {-(-world // (tp * cp)) * tp * cp}",
-        )
-    for layer, _ in model.layer_groups:
-        heads, kv = layer.num_heads, layer.num_kv_heads
-        for name, count in (("num_heads", heads), ("num_kv_heads", kv)):
-            if count % tp and (name == "num_heads" or tp % count):
-                return Rejection(
-                    "V10",
-                    f"{name} ({count}) must be divisible by tp_size ({tp})",
-                    {name: count, "tp_size": tp},
-                    f"use --tp with one of {', '.join(map(str, divisors(count)))}",
-                )
-    return None
-
-
-def _check_kinds(model: Model, workload: Workload, config: Config) -> Rejection | None:
-    """Refuse kinds of layers that no style serves, and what their styles do not have."""
-    for layer, _ in model.layer_groups:
-        found = _check_kind(layer, workload, config)
-        if found is not None:
-            return found
-    if config.balances and workload.documents is not None:
-        option = "load_balance" if config.load_balance else "balance_hybrid"
-        return Rejection(
-            "V06",
-            f"{option} evens out one causal sequence and must not meet packed documents, whose "
-            "work it does not know",
-            {option: True, "documents": len(workload.documents)},
-            "use ulysses_degree above 1, or leave load_balance off",
-        )
-    return None
-
-
-def _check_kind(layer: Attention, workload: Workload, config: Config) -> Rejection | None:
-    if layer.kind == "compressed":
-        return Rejection(
-            "V12",
-            f"layers with one key per {layer.compression} tokens must have a context "
-            "parallelism of their own, which neither hp_cp nor hp_dsa has",
-            {"compression": layer.compression},
-            "this model can be described, not parallelised",
-        )
-    if config.gather == "latent":
-        return Rejection(
-            "V09",
-            "gather of latents must be something that a style does, and none does",
-            {"gather": "latent"},
-            "use gather='kv'; predict() says what the latent would win",
-        )
-    if layer.index_topk is None:
-        return None
-    sparse = {"index_topk": layer.index_topk, "ulysses_degree": config.ulysses_degree}
-    if not layer.is_sparse:
-        return Rejection(
-            "V08",
-            f"sparse attention (index_topk {layer.index_topk}) must have latent keys, which the "
-            "styles of hp_dsa gather",
-            sparse,
-            "no style serves an indexer on other keys",
-        )
-    if config.ulysses_degree > 1:
-        return Rejection(
-            "V08",
-            f"ulysses_degree ({config.ulysses_degree}) must be 1 for sparse attention: all heads "
-            "share one key, and queries stay where they are",
-            sparse,
-            "use ulysses_degree=1, the one mode of hp_dsa's styles",
-        )
-    if config.head_groups > 1:
-        return Rejection(
-            "V08",
-            f"head_groups ({config.head_groups}) must be 1 for sparse attention: the styles of "
-            "hp_dsa have no groups of heads",
-            sparse,
-            "leave head_groups out",
-        )
-    if config.kv_chunks > 1:
-        return Rejection(
-            "V08",
-            f"kv_chunks ({config.kv_chunks}) must be 1 for sparse attention: the styles of hp_dsa "
-            "gather all keys, of which each query takes its own",
-            sparse,
-            "leave kv_chunks out",
-        )
-    if workload.layout not in ("BSHD", "TND"):
-        return Rejection(
-            "V08",
-            f"layout ({workload.layout}) must be BSHD (BSND) or TND for sparse attention",
-            {**sparse, "layout": workload.layout},
-            "search with --layout BSND",
-        )
-    return None
-
-
-def _check_index(model: Model, workload: Workload, numbers: dict[str, Any]) -> Rejection | None:
-    tokens = workload.batch * workload.seq_len // workload.cp_size
-    layer = max(model.layers, key=lambda a: a.num_heads * max(a.head_size, a.v_head_size))
-    size = layer.num_heads // workload.tp_size * max(layer.head_size, layer.v_head_size)
-    if tokens * size < INT32:
-        return None
-    return Rejection(
-        "V14",
-        f"q has {tokens * size} elements per rank and must have less than 2^31 for one exchange",
-        {**numbers, "elements": tokens * size, "limit": INT32},
-        "use a smaller batch, more CP ranks or more TP ranks",
-    )
-
-
-def _check_memory(
-    model: Model, cluster: Cluster, workload: Workload, config: Config, numbers: dict[str, Any]
-) -> Rejection | None:
-    use = memory_use(model, cluster, workload, config)
-    if use.fits:
-        return None
-    recompute = "" if workload.recompute else "--recompute on, "
-    return Rejection(
-        "V11",
-        f"memory ({use.total / GIB:.1f} GiB per rank) must be at most what the device has "
-        f"({use.capacity / GIB:.1f} GiB): {use.top()}",
-        {**numbers, "bytes": use.total, "capacity": use.capacity, "terms": dict(use.terms)},
-        f"use {recompute}more CP or TP ranks, a larger --world or a shorter sequence",
-    )

@@ -64,6 +64,7 @@ def choices(cp_size: int) -> dict[str, tuple[Any, ...]]:
         "keep_kv": flags,
         "kv_chunks": (1, *KV_CHUNKS),
         "balance_hybrid": flags,
+        "halo": (0, *divisors(cp_size)),
         "gather": ("kv", "latent"),
     }
 
