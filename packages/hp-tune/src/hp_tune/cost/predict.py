@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hp_tune.clusters.cluster import Cluster, Source
+from hp_tune.cost.halo import layer_config
 from hp_tune.cost.layer import LayerCost
+from hp_tune.cost.pricing import Move
 from hp_tune.cost.schedule import Slot
 from hp_tune.cost.term import Phase, Term, run, source_of
 from hp_tune.models.model import Attention, Model
@@ -78,38 +80,25 @@ class Prediction:
 
 
 def predict(model: Model, cluster: Cluster, workload: Workload, config: Config) -> Prediction:
-    """Return the prediction for a configuration that `searching.space.check` found valid."""
-    sources = source_of(cluster, workload.dtype)
+    """Return the prediction for a configuration that `searching.rules.check` found valid."""
+    job = _job(model, cluster, workload)
     terms: list[Term] = []
     timelines: list[Timeline] = []
     imbalance = 1.0
     calls = peak = resident = 0
     sent: dict[str, int] = {}
-    for layer, count in model.layer_groups:
+    for place, (layer, count) in enumerate(model.layer_groups):
         if not layer.exchanges:
             continue
-        cost: LayerCost | SparseCost
-        if layer.is_sparse:
-            from hp_tune.cost.sparse import SparseCost  # most models have no such layer
-
-            cost = SparseCost(model, layer, cluster, workload, config)
-            extra = held = cost.description.gathered_bytes
-        else:
-            cost = LayerCost(model, layer, cluster, workload, config)
-            extra = cost.description.peak_extra_bytes
-            held = cost.description.resident_kv_bytes
-        peak, resident = max(peak, extra), max(resident, held)
-        imbalance = max(imbalance, cost.imbalance)
-        found, lines = _layer(cost, layer, count, cluster, sources)
-        timelines += lines
-        terms += found
-        if workload.recompute:
-            terms += [
-                replace(term, phase="backward", name=f"{term.name} (again)")
-                for term in found
-                if term.phase == "forward"
-            ]
-        for move in cost.moves:
+        own = layer_config(layer, config)
+        found = job.priced.get((place, own))
+        if found is None:
+            found = job.priced[place, own] = _priced(job, layer, count, own)
+        peak, resident = max(peak, found.peak), max(resident, found.resident)
+        imbalance = max(imbalance, found.imbalance)
+        timelines += found.timelines
+        terms += found.terms
+        for move in found.moves:
             again = workload.recompute and move.phase == "forward"
             times = count * (2 if again else 1)
             sent[move.kind] = sent.get(move.kind, 0) + times * move.bytes_sent
@@ -132,19 +121,68 @@ def predict(model: Model, cluster: Cluster, workload: Workload, config: Config) 
     )
 
 
-def _layer(
-    cost: LayerCost | SparseCost,
-    layer: Attention,
-    count: int,
-    cluster: Cluster,
-    sources: Mapping[str, Source],
-) -> tuple[list[Term], list[Timeline]]:
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    """One kind of layer under its own style; terms are those of all layers of the kind."""
+
+    terms: tuple[Term, ...]
+    timelines: tuple[Timeline, ...]
+    moves: tuple[Move, ...]
+    imbalance: float
+    peak: int
+    resident: int
+
+
+class _Job(NamedTuple):
+    """What stays while a search prices one configuration after the other, and layers so far.
+
+    Configurations differ in some kinds of layers only (``halo``): the others are priced once.
+    """
+
+    model: Model
+    cluster: Cluster
+    workload: Workload
+    sources: Mapping[str, Source]
+    priced: dict[tuple[int, Config], _Priced]
+
+
+_last: _Job | None = None
+
+
+def _job(model: Model, cluster: Cluster, workload: Workload) -> _Job:
+    """Return the last job if it is of these very objects, or a new one."""
+    global _last
+    job = _last
+    if job is None or not (
+        job.model is model and job.cluster is cluster and job.workload is workload
+    ):
+        _last = job = _Job(model, cluster, workload, source_of(cluster, workload.dtype), {})
+    return job
+
+
+def _priced(job: _Job, layer: Attention, count: int, config: Config) -> _Priced:
+    cost: LayerCost | SparseCost
+    if layer.is_sparse:
+        from hp_tune.cost.sparse import SparseCost  # most models have no such layer
+
+        cost = SparseCost(job.model, layer, job.cluster, job.workload, config)
+        peak = resident = cost.description.gathered_bytes
+    else:
+        cost = LayerCost(job.model, layer, job.cluster, job.workload, config)
+        peak = cost.description.peak_extra_bytes
+        resident = cost.description.resident_kv_bytes
     terms: list[Term] = []
     lines: list[Timeline] = []
-    slowdown = cluster.device.overlap_slowdown.value
+    slowdown = job.cluster.device.overlap_slowdown.value
     phases: tuple[Phase, ...] = ("forward", "backward")
     for phase in phases:
-        found, slots = run(cost.pieces(phase), phase, count, slowdown, sources)
+        found, slots = run(cost.pieces(phase), phase, count, slowdown, job.sources)
         terms += found
         lines.append(Timeline(layer, count, phase, tuple(slots)))
-    return terms, lines
+    if job.workload.recompute:
+        terms += [
+            replace(term, phase="backward", name=f"{term.name} (again)")
+            for term in terms
+            if term.phase == "forward"
+        ]
+    return _Priced(tuple(terms), tuple(lines), tuple(cost.moves), cost.imbalance, peak, resident)
