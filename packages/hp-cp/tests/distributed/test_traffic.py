@@ -137,6 +137,25 @@ def test_ulysses_holds_at_most_twice_what_it_exchanges(P: int) -> None:
     ranks(P).run(on)
 
 
+@pytest.mark.parametrize("case", [Case(P=3, degree=1), Case(P=4, degree=2)], ids=str)
+def test_a_gather_holds_what_the_plan_says(case: Case) -> None:
+    """Colossal and Hybrid: the prediction is not below the peak of forward, and not far above."""
+    case = case.but(S=96, D=16, DV=16)
+
+    def on(rank: int) -> None:
+        local = [case.local(x, rank).contiguous() for x in case.qkv()]
+        module = case.style().apply(Keeps(), case.mesh())
+        with torch.no_grad():
+            peak = _least_peak(lambda: module(*local))
+        predicted = make_plan(case.P, case.degree).describe(
+            num_heads=12, num_kv_heads=4, seq_len=96, head_size=16, batch=2, element_size=8
+        )
+        slack = 2 * 1024 * case.P  # the headers of the preflight
+        assert peak - slack <= predicted.peak_extra_bytes <= 1.25 * peak, (peak, predicted)
+
+    ranks(case.P).run(on)
+
+
 class Gives(torch.autograd.Function):
     """Hands back gradients that exist already, so that backward's memory is the boundary's."""
 
