@@ -126,7 +126,7 @@ class Loss(nn.Module):
 def numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake tensors hold no numbers: lengths are given here, indices are taken as they are."""
     monkeypatch.setattr("hp_dsa.boundary.check_indices", lambda *given: None)
-    for module in ("handlers", "windowed"):
+    for module in ("operator_call", "windowed"):
         monkeypatch.setattr(f"hp_dsa.{module}.check_documents", lambda *given: None)
     # or lengths of one document would be kept as a real tensor, there as well
     monkeypatch.setattr("torch._subclasses.fake_tensor.CONSTANT_NUMEL_LIMIT", 0)
