@@ -126,13 +126,15 @@ def test_launches_that_come_to_the_same_are_judged_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["cuda", "ascend", "cpu"])
 def test_the_untuned_launch_is_in_the_space_and_fits(kernel: str, family: str) -> None:
     """What runs without a file is the first trial of every study on a device."""
-    space = space_of(family, 40)  # type: ignore[arg-type]
-    first = start(space, family)  # type: ignore[arg-type]
+    for cores in (40, 48):
+        space = space_of(family, cores)  # type: ignore[arg-type]
+        first = start(space, family)  # type: ignore[arg-type]
 
-    if family == "cpu":
-        assert first is None
-        return
-    assert first is not None
+        if family == "cpu":
+            assert first is None
+            return
+        assert first is not None
+        assert first.items() >= config.default_launch(family).items()
     assert refusal(kernel, SHAPE, first, family) is None  # type: ignore[arg-type]
 
 

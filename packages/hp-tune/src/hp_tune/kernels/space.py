@@ -56,14 +56,15 @@ def space_of(family: Family, cores: int = 0) -> Space:
 
     Args:
         family: Of devices.
-        cores: Vector cores of an Ascend: its grids are multiples of them.
+        cores: Vector cores of an Ascend: its grids are multiples of them, and what runs untuned.
     """
     if family == "cuda":
         tiles = tuple(2**n for n in range(10, 17))
         return Space({"tile": tiles, "num_warps": WARPS, "num_stages": STAGES})
     if family == "ascend":
         tiles = tuple(2**n for n in range(10, 18))
-        programs = tuple(cores * n for n in (1, 2, 3, 4))
+        untuned = default_launch(family)["programs"]
+        programs = tuple(sorted({untuned, *(cores * n for n in (1, 2, 3, 4))}))
         return Space({"tile": tiles, "programs": programs, "multibuffer": (0, 1)})
     return Space({"tile": (16, 64, 256, 1024, 65536), "programs": (1, 3, 40)})
 
@@ -73,8 +74,6 @@ def start(space: Space, family: Family) -> dict[str, int] | None:
     launch = default_launch(family)
     if family == "cuda":
         launch.setdefault("num_stages", STAGES[-2])
-    if family == "ascend":
-        launch["programs"] = space.parameters["programs"][0]
     return launch if launch in space else None
 
 
