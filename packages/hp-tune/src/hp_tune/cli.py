@@ -15,7 +15,10 @@ import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import click
 
 __all__ = ["main"]
 
@@ -62,10 +65,13 @@ def _run(arguments: list[str]) -> int:
     except click.exceptions.Exit as done:
         return done.exit_code
     except click.ClickException as error:
+        hint = _variable(error)
         if "--json" not in arguments and isinstance(error, click.UsageError):
             error.show()
+            if hint:
+                print(f"  {hint}", file=sys.stderr)
         else:
-            _say(arguments, 2, "usage", error.format_message(), "")
+            _say(arguments, 2, "usage", error.format_message(), hint)
         return 2
     except click.Abort:
         return 130
@@ -73,6 +79,17 @@ def _run(arguments: list[str]) -> int:
         _say(arguments, error.exit_code, error.id, error.message, error.hint)
         return error.exit_code
     return 0
+
+
+def _variable(error: click.ClickException) -> str:
+    """Return a hint to the variable of the environment that a wrong value is from, if it is."""
+    from click.core import ParameterSource
+
+    option, context = getattr(error, "param", None), getattr(error, "ctx", None)
+    if option is None or context is None:
+        return ""
+    is_variable = context.get_parameter_source(option.name) is ParameterSource.ENVIRONMENT
+    return f"that is the environment variable {option.envvar}" if is_variable else ""
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,14 @@ def _kind(path: Path) -> str:
     if start.startswith(b'{"op_code"'):
         return "study"
     from hp_tune.commands.config import is_config
-    from hp_tune.files import load_json, load_table
+    from hp_tune.files import load_json, load_yaml
 
-    if path.suffix.lower() in (".yaml", ".yml", ".toml"):
-        is_toml = path.suffix.lower() == ".toml"
-        return "config" if is_toml or is_config(load_table(path)[0]) else "cluster"
+    if path.suffix.lower() == ".toml":
+        return "config"
+    if path.suffix.lower() in (".yaml", ".yml"):
+        with suppress(UsageError):  # what is wrong with it, its reader says
+            return "config" if is_config(load_yaml(path)[0]) else "cluster"
+        return "cluster"
     data = load_json(path)
     schema = str(data.get("schema", ""))
     for kind in ("plan", "acceptance"):

@@ -34,6 +34,7 @@ measure:
 output:
   out: plan.json
 """
+TWICE = "c.yaml:7:3: key 'batch' appears twice"
 TOML = """\
 version = 1
 model = "Qwen2.5-7B"
@@ -144,6 +145,24 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_file(
     assert searches(capsys)["workload"]["cp_size"] == 4
 
 
+def test_a_wrong_value_in_the_environment_is_said_to_be_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody typed the option."""
+    Path("c.yaml").write_text(YAML)
+    monkeypatch.setenv("HP_TUNE_MAX_TRIALS", "few")
+    wrong = "'few' must be a whole number of at least 1, such as 131072 or 128K"
+    where = "that is the environment variable HP_TUNE_MAX_TRIALS"
+    code, _, err = run(capsys, "search", "--config", "c.yaml")
+    assert (code, f"Invalid value for '--max-trials': {wrong}\n  {where}\n" in err) == (2, True), (
+        err
+    )
+    code, _, err = run(capsys, "search", "--config", "c.yaml", "--json")
+    assert json.loads(err)["hint"] == where
+    code, _, err = run(capsys, "search", "--config", "c.yaml", "--max-trials", "few")
+    assert (code, wrong in err, where in err) == (2, True, False)
+
+
 def test_hosts_in_a_variable_are_split_at_semicolons(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command of a host has spaces in it."""
     monkeypatch.setenv("HP_TUNE_HOST", "ssh node0;ip netns exec hp1")
@@ -181,7 +200,7 @@ def test_every_option_of_search_is_in_one_section_or_said_not_to_be() -> None:
          "mean 'dense-mask'?"),
         ("output:\n  out: plan.json", "output: {zzz: 1}",
          "c.yaml:15:10: unknown key 'output.zzz'; known keys: storage, study, out"),
-        ("  batch: 1", "  batch: 1\n  batch: 2", "c.yaml:7:3: key 'batch' appears twice"),
+        ("  batch: 1", "  batch: 1\n  batch: 2", TWICE),
         ("  batch: 1", "  batch: 1.5", "c.yaml:6:3: workload.batch: '1.5' must be a whole"),
         ("  batch: 1", "  batch: true", "workload.batch (True) must be a word, a number or a"),
         ("  batch: 1", "  batch:", "workload.batch (None) must be a word, a number or a list of"),
@@ -208,6 +227,7 @@ def test_mistakes_are_said_with_their_place(
     assert code == 2
     (verdict,) = json.loads(out)["files"]
     assert verdict["error"]["message"] == said["message"]
+    assert verdict["kind"] == ("cluster" if text in ("not YAML", TWICE) else "config")
 
 
 def test_places_in_json_and_toml() -> None:

@@ -57,6 +57,7 @@ def test_a_measured_search_shows_how_far_it_is(tmp_path: Path) -> None:
     for words in ("searching: ", "colossal u=1 load_balance", "0/4", "3/4", "left", "finals of"):
         assert words in screen, words
     assert re.search(r"0:00:0\d", screen), "elapsed, and left"
+    assert re.search(r"finals of \d .* 0/1 0:00:0\d left -:--:--", bare(screen)), "not known yet"
     assert [match[1] for match in LINE.finditer(screen)] == ["1", "2", "3", "4"]
     assert "\x1b[?25h" in screen, "the cursor is given back"
 
@@ -74,6 +75,11 @@ def test_without_a_terminal_there_is_one_line_per_trial_and_no_more(tmp_path: Pa
     code, out, screen = on_terminal(*MEASURED, "--quiet", "--study", "q", folder=tmp_path)
     assert (code, screen) == (0, "")
     assert json.loads(out)["mode"] == "measured"
+
+
+def bare(screen: str) -> str:
+    """What a terminal got, without colours and movements."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen)
 
 
 @pytest.mark.parametrize("more", [[], ["--kernels", "ascend910b3"]])

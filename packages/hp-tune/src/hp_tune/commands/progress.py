@@ -60,6 +60,11 @@ class Bar:
         if self._shown is None:
             self._shown = _start(self._title)
         progress, task = self._shown
+        known = progress.tasks[0].total
+        if known is not None and known != total:  # other work, of which no time is known yet
+            progress.remove_task(task)
+            task = progress.add_task(self._title, total=total)
+            self._shown = progress, task
         progress.update(task, description=f"{self._title}: {what}", completed=done, total=total)
 
 
