@@ -76,7 +76,7 @@ __all__ = ["search"]
 @count_option("--max-trials", "Begin at most so many trials in this run; exit code 4.")
 @measuring_options
 @click.option("--space", "restrict", multiple=True, metavar="KEY=VALUES",
-              help="Search a part: u=1,2 lb=on,off overlap=... keep_kv=... kv_chunks=...",
+              help="Search a part: u=1,2 lb=on,off overlap=... kv_chunks=... halo=0,1 ...",
               )  # fmt: skip
 @click.option("--variants", is_flag=True,
               help="Also groups of heads, and K and V that are gathered again.")  # fmt: skip
