@@ -142,10 +142,11 @@ def test_dropout_follows_its_seed_alone() -> None:
     assert torch.equal(run(0.5, None), drawn)
 
 
-def test_no_rows_and_no_keys_are_empty_and_zero() -> None:
+def test_no_rows_no_batch_and_no_keys_are_empty_and_zero() -> None:
     """An empty shard is no special case for the caller."""
     q, k, v = make()
     assert tiled_attention(q[:, :, :0], k, v).shape == (2, 6, 0, 5)
+    assert tiled_attention(q[:0], k[:0], v[:0]).shape == (0, 6, 13, 5)
     out = tiled_attention(q, k[:, :, :0], v[:, :, :0])
     assert out.eq(0).all()
     out.sum().backward()
