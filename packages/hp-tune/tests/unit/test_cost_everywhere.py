@@ -27,7 +27,11 @@ def test_every_valid_configuration_of_a_preset_is_plausible(name: str) -> None:
     """Exposed terms add up, no term beats a peak, and what does not fit says why."""
     model, priced = read_model(name), 0
     for job in JOBS:
-        for config in enumerate_space(job.cp_size, overlap=True, variants=True)[0]:
+        slides = any(layer.slides for layer in model.layers)
+        every, _ = enumerate_space(
+            job.cp_size, overlap=True, variants=True, sliding="some" if slides else "none"
+        )
+        for config in every:
             for cluster in CLUSTERS:
                 found = check(model, cluster, job, config)
                 if isinstance(found, Rejection):
