@@ -124,3 +124,16 @@ def test_without_hard_links_optuna_makes_the_file(
         optuna.storages.journal.JournalFileBackend(str(tmp_path / "s.journal"))
     )
     assert len(storage.get_all_studies()) == 1
+
+
+def test_what_a_killed_search_left_is_cleared_away_and_nothing_else(tmp_path: Path) -> None:
+    """Killed between the two names of the file, which the user then moves: it stays whole."""
+    path, left = tmp_path / "s.journal", tmp_path / ".s.journal.new"
+    searched(path)
+    os.link(path, left)
+    path.rename(tmp_path / "kept.journal")
+    whole = (tmp_path / "kept.journal").read_bytes()
+
+    assert searched(path).study.added == 8
+    assert (tmp_path / "kept.journal").read_bytes() == whole
+    assert not left.exists()

@@ -106,9 +106,11 @@ class JournalPlace:
         with locked(self.path, tell=self._tell, shielded=True):
             if self.path.exists():
                 return False
-            temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            temporary = self.path.with_name(f".{self.path.name}.new")  # its own, with the lock held
             try:
-                with temporary.open("w", encoding="utf-8") as file:
+                # of a killed search; perhaps another name of a study that was moved: not to be cut
+                temporary.unlink(missing_ok=True)
+                with temporary.open("x", encoding="utf-8") as file:
                     file.writelines(lines)
                     file.flush()
                     os.fsync(file.fileno())
