@@ -122,3 +122,6 @@ def test_soft_caps_need_eager_attention() -> None:
         _check_options({name: 30.0}, None, window, "eager")
         with pytest.raises(ValueError, match=f"{name} must be None .* with sdpa"):
             _check_options({name: 30.0}, None, window, "sdpa")
+    for implementation in ("eager", "sdpa"):
+        with pytest.raises(ValueError, match="position_bias must be None"):
+            _check_options({"position_bias": torch.zeros(1)}, None, window, implementation)
