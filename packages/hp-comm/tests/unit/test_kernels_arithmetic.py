@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from hp_comm.kernels import HeadWork, arithmetic, merge, pack_heads, unpack_heads
+from hp_comm.kernels import HeadWork, arithmetic, merge, pack, pack_heads, unpack_heads
 from hp_comm.kernels.ops_heads import check_work
 from hp_mesh.testing import assert_close, randn
 
@@ -166,3 +168,14 @@ def test_merge_of_transposed_tensors_is_what_its_fake_says() -> None:
     parts = (randn(2, 4, 3, 5), randn(2, 4, 3, seed=1), randn(2, 4, 3, 5, seed=2), randn(2, 4, 3))
     given = tuple(x.transpose(1, 2).requires_grad_() for x in parts)
     torch.library.opcheck(torch.ops.hp_comm.merge.default, given)
+
+
+def test_calls_that_do_not_fit_are_refused_by_name() -> None:
+    x, lse = torch.ones(2, 6, 4, 8), torch.ones(2, 6, 4)
+    cut: tuple[Any, ...] = ([2], [2, 2], [], (), 1)
+    with pytest.raises(ValueError, match=r"works \(1\) must be one, or None, per tensor"):
+        pack_heads([x, x], [None], *cut)
+    with pytest.raises(ValueError, match=r"pack: xs \(empty\) must hold a tensor"):
+        pack([], [], [], [])
+    with pytest.raises(ValueError, match=r"out2 \(torch.int32\) must be of a floating dtype"):
+        merge(x, lse, x.int(), lse)

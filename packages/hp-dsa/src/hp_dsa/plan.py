@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from hp_dsa.description import Description, describe
-from hp_mesh.checks import fail, nearest, require, require_positive
+from hp_mesh.checks import fail, nearest, require, require_divisible, require_positive
 from hp_mesh.window import Range, balanced_rows, contiguous_rows, head_tail_rows
 
 __all__ = ["DSAPlan", "Layout", "LossVariant", "Order", "make_plan"]
@@ -120,7 +120,20 @@ class DSAPlan:
             shared: Whether a `DSAGatherCache` is applied around the three.
             keep_keys: As in the styles.
             rank: CP rank.
+
+        Raises:
+            ValueError: If such a sequence cannot be cut for these ranks.
         """
+        where = "DSAPlan.describe"
+        require_positive(where, "seq_len", seq_len)
+        require_divisible(
+            where, "seq_len", seq_len, "what a rank's data is cut by", self.multiple()
+        )
+        require(
+            rank in range(self.cp_size),
+            where,
+            f"rank ({rank}) must be one of {self.cp_size} CP ranks",
+        )
         return describe(
             self,
             seq_len=seq_len,

@@ -238,6 +238,18 @@ def test_ranks_in_different_modules_are_told() -> None:
     assert "module must be the same on all ranks" in str(errors[0])
 
 
+def test_a_plan_does_not_predict_what_cannot_be_cut() -> None:
+    for plan, options, rule in (
+        (make_plan(4), {"seq_len": 10}, r"seq_len \(10\) must be divisible by .* \(4\)"),
+        (make_plan(4, load_balance=True), {"seq_len": 12}, r"seq_len \(12\) must be .* \(8\)"),
+        (make_plan(4), {"seq_len": -8}, r"seq_len \(-8\) must be at least 1"),
+        (make_plan(4), {"seq_len": 8.0}, r"seq_len \(8.0\) must be an integer"),
+        (make_plan(4), {"seq_len": 8, "rank": 4}, r"rank \(4\) must be one of 4 CP ranks"),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            plan.describe(**options)  # type: ignore[arg-type]
+
+
 def test_a_plan_says_what_it_does_not_take() -> None:
     with pytest.raises(ValueError, match="cp_size"):
         make_plan(0)

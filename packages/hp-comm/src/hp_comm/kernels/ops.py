@@ -184,6 +184,8 @@ def pack(
     joined: Sequence[int] = (),
 ) -> Tensor:
     """Call ``hp_comm::pack``; see `reference.pack`."""
+    if not xs:
+        raise fail("pack", "xs (empty) must hold a tensor")
     if any(x.dtype != xs[0].dtype for x in xs):
         dtypes = sorted({str(x.dtype) for x in xs})
         raise fail(

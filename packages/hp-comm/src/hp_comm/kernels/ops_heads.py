@@ -203,6 +203,10 @@ def pack_heads(
     seq_dim: int = 0,
 ) -> Tensor:
     """Call ``hp_comm::pack_heads``; see `arithmetic.pack_heads`."""
+    if not xs or len(works) != len(xs):
+        raise fail(
+            "pack_heads", f"works ({len(works)}) must be one, or None, per tensor ({len(xs)})"
+        )
     for t, (x, work) in enumerate(zip(xs, works, strict=True)):
         if work is not None:
             check_work(f"pack_heads: works[{t}]", x, work, None)
@@ -282,4 +286,7 @@ def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tenso
             f"out1 {tuple(out1.shape)}, lse1 {tuple(lse1.shape)}, out2 {tuple(out2.shape)}, lse2 "
             f"{tuple(lse2.shape)} must be [.., D], [..], [.., D], [..]",
         )
+    for name, x in (("out1", out1), ("lse1", lse1), ("out2", out2), ("lse2", lse2)):
+        if not x.is_floating_point():
+            raise fail("merge", f"{name} ({x.dtype}) must be of a floating dtype")
     return cast(tuple[Tensor, Tensor], _merge(out1, lse1, out2, lse2))
