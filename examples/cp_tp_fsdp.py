@@ -12,6 +12,8 @@ not depend on how many ranks share the work.
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import warnings
 from collections.abc import Iterator
 
@@ -171,6 +173,9 @@ def main() -> None:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
 
     shape = (args.dp, args.cp, args.tp)
+    world = int(os.environ["WORLD_SIZE"])
+    if math.prod(shape) != world:
+        parser.error(f"--dp x --cp x --tp {shape} must be the number of ranks ({world})")
     mesh = init_device_mesh(args.device, shape, mesh_dim_names=("dp_shard", "cp", "tp"))
     torch.manual_seed(0)  # the same weights and tokens on every rank
     model, tokens = Llama().to(args.device), torch.randint(VOCABULARY, (BATCH, LENGTH))

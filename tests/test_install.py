@@ -76,3 +76,16 @@ def test_installing_a_package_takes_its_siblings_and_nothing_else(
     code = f"import {module} as m; [getattr(m, name) for name in m.__all__]; print(m.__file__)"
     # the code of what was there already; the environment's own packages come from its folder
     assert str(fresh) in _run(python, "-c", code, PYTHONPATH=SHARED)
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_every_install_line_of_the_readme_names_all_siblings(page: str) -> None:
+    """No index has them, so pip can only take what the line itself names."""
+    lines = [
+        line.partition("pip install ")[2].split()
+        for line in (ROOT / page).read_text(encoding="utf-8").splitlines()
+        if line.startswith("$ python -m pip install ./packages/")
+    ]
+    named = [{part.removeprefix("./packages/") for part in line} for line in lines]
+
+    assert named == list(NEEDS.values())

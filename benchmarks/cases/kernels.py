@@ -7,6 +7,7 @@ and writes. The limit is 0.85 from 64 MiB on, and 1 / 1.1 for packing q, k and v
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -27,8 +28,12 @@ def run(rounds: int, device: str) -> list[dict[str, Any]]:
     """Return a row for each kernel and size, bf16."""
     if device not in DEVICES:
         raise SystemExit(f"kernels runs on {' or '.join(DEVICES)} (--device), not on {device}")
+    if importlib.util.find_spec("triton") is None:
+        raise SystemExit(f"kernels on {device} needs Triton: the extra hp-comm[{device}]")
     if device == "npu":
         import torch_npu  # noqa: F401
+    if not torch.get_device_module(device).is_available():
+        raise SystemExit(f"kernels needs a device, and torch {torch.__version__} finds no {device}")
     rows = []
     for mib in MIB:
         for name, bound, call, expected in calls(device, mib):

@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -111,6 +112,7 @@ def init_device_mesh(
     Raises:
         ValueError: An argument is wrong; the same on every rank, before any group is made.
         ImportError: ``"npu"`` without torch_npu.
+        RuntimeError: ``"cuda"`` without a GPU, or with a torch that knows none.
     """
     where = "init_device_mesh"
     if device_type not in DEVICE_TYPES:
@@ -143,6 +145,11 @@ def init_device_mesh(
         )
     if device_type == "npu":
         _require_torch_npu()
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            'init_device_mesh: device_type "cuda" needs a CUDA build of torch and a GPU, and '
+            f'torch {torch.__version__} finds none; use "cpu" to debug without a GPU'
+        )
     wait_for_gloo_at_exit()
     made = device_mesh.init_device_mesh(
         device_type, shape, mesh_dim_names=names, backend_override=backend_override

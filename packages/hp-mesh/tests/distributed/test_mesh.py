@@ -189,6 +189,15 @@ def test_npu_without_torch_npu_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
     ranks(2).run(attempt)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
+def test_cuda_without_a_gpu_is_told_before_any_group_is_made() -> None:
+    def attempt(rank: int) -> None:
+        with pytest.raises(RuntimeError, match="needs a CUDA build of torch and a GPU"):
+            init_device_mesh("cuda", (2,), mesh_dim_names=("cp",))
+
+    ranks(2).run(attempt)
+
+
 def axes_of(split: DeviceMesh) -> tuple[list[int], list[int]]:
     co, ds = (dist.get_process_group_ranks(split.get_group(axis)) for axis in (0, 1))
     return co, ds
