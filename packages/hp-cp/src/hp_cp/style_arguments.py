@@ -129,8 +129,8 @@ def check_degree(
         not load_balance or ulysses_degree == 1,
         where,
         f"load_balance (True) requires ulysses_degree=1, not ulysses_degree ({ulysses_degree})",
-        "set ulysses_degree=1, or leave load_balance off: "
-        "Ulysses ranks see the whole sequence and are balanced without it",
+        "set ulysses_degree=1, or leave load_balance off: Ulysses ranks see the whole sequence "
+        "and are balanced without it, and Hybrid has balance_hybrid=True",
     )
     require(
         isinstance(balance_hybrid, bool),
