@@ -16,7 +16,7 @@ import time
 
 __all__ = ["wait_for_gloo_at_exit"]
 
-PAUSE_S = 0.05
+PAUSE_S = 0.1
 """A waiting thread takes the interpreter within microseconds; the rest is for a loaded machine."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,13 +22,12 @@ import torch
 import torch.distributed as dist
 from hp_mesh.exiting import wait_for_gloo_at_exit
 
-def child(store, ours):
+def child(store):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    if ours:
-        wait_for_gloo_at_exit()
+    wait_for_gloo_at_exit()
     sys.setswitchinterval(100)
     dist.all_gather([torch.ones(1)], torch.ones(1), async_op=True)
-    end = time.perf_counter() + 0.1
+    end = time.perf_counter() + 0.3
     while time.perf_counter() < end:
         pass
     sys.exit(0)
@@ -37,23 +35,17 @@ def child(store, ours):
 for number in range(3):
     pid = os.fork()
     if pid == 0:
-        child(f"{sys.argv[1]}/{number}", sys.argv[2] == "ours")
+        child(f"{sys.argv[1]}/{number}")
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
 
-def exit_codes(folder: Path, whose: str) -> list[int]:
-    folder.mkdir()
-    command = [sys.executable, "-c", SCRIPT, str(folder), whose]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
-    return [int(line) for line in ended.stdout.split()]
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="forks after torch has loaded")
 def test_gloo_lets_go_before_the_interpreter_ends(tmp_path: Path) -> None:
-    assert exit_codes(tmp_path / "ours", "ours") == [0] * 3
-    # torch alone: when this no longer fails, exiting.py can go
-    assert -signal.SIGABRT in exit_codes(tmp_path / "torch", "torch")
+    """Without the pause most of these children are aborted: all that gloo's thread gets to wait."""
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    assert ended.stdout.split() == ["0"] * 3
 
 
 def test_whoever_makes_a_mesh_or_applies_a_plan_is_protected(
