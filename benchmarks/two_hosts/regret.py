@@ -36,6 +36,7 @@ from hp_tune.errors import TuneError
 from hp_tune.measured.measurer import TorchrunMeasurer
 from hp_tune.measured.request import Protocol
 from hp_tune.measured.result import Measured
+from hp_tune.measured.statistics import FEWEST_ROUNDS
 from hp_tune.models.model import Attention, Model
 from hp_tune.profile.running import Effort, profile
 from hp_tune.searching.engine import search
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--head-size", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=15, help="timed rounds of configurations")
+    parser.add_argument("--rounds", type=int, default=15, help="timed rounds of a trial")
     parser.add_argument("--profile-rounds", type=int, default=11)
     parser.add_argument("--no-hybrid", action="store_true", help="leave the hybrid search out")
     parser.add_argument("--limit", type=float, default=240, help="seconds for one configuration")
@@ -110,7 +111,7 @@ class Remembering:
     def trial(self, config: Config) -> Measured:
         """Return what the exhaustive run said, in fewer rounds, as a trial has."""
         found = self.known[config]
-        return replace(found, samples_ms=found.samples_ms[:3])
+        return replace(found, samples_ms=found.samples_ms[:FEWEST_ROUNDS])
 
     def finals(self, configs: Sequence[Config]) -> Mapping[Config, Measured]:
         """Run the finalists."""

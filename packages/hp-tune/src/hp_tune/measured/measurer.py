@@ -20,6 +20,8 @@ from hp_tune.workload import Config, Workload
 __all__ = ["TorchrunMeasurer"]
 
 JOB = "hp_tune.measured.job"
+FINALS = 3
+"""Times the rounds of a trial: trials choose who is measured again, and the finals decide."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ class TorchrunMeasurer:
             # so that a slow configuration is measured in few rounds and not ended
             protocol=replace(
                 self.protocol,
+                rounds=self.protocol.rounds * (FINALS if len(configs) > 1 else 1),
                 budget_s=min(self.protocol.budget_s, 0.4 * self.timeout) * len(configs),
             ),
         )

@@ -38,7 +38,7 @@ OPTIONS = (
     click.option("--trial-timeout", type=click.FloatRange(min=1), default=300.0, show_default=True,
                  metavar="SECONDS", help="After which a trial is ended."),
     click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True, metavar="N",
-                 help="Timed rounds of a trial at most; fewer if they agree."),
+                 help="Timed rounds of a trial at most, 3 N of the finals; fewer if they agree."),
     click.option("--warmup", type=click.IntRange(min=2), default=2, show_default=True, metavar="N",
                  help="Steps of a trial before the timed ones."),
 )  # fmt: skip

@@ -110,7 +110,7 @@ class Protocol:
 
     Attributes:
         warmup: Steps before the timed ones; at least two are made, the first of which learns.
-        rounds: Timed rounds at most.
+        rounds: Timed rounds at most, of one trial.
         budget_s: Seconds after which no further round begins.
         precision: Half of the interval over the median at which it is enough.
         check_tokens: Length of the sequence in the comparison with the unsharded result, at most.
