@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-__all__ = ["HEADS", "RANKS", "SEQS", "Case", "cases", "rotated"]
+__all__ = ["HEADS", "RANKS", "SEQS", "Case", "cases", "shuffled"]
 
 T = TypeVar("T")
 
@@ -67,7 +68,9 @@ def cases(
                 yield Case(seq, int(query), int(kv or query), mask)
 
 
-def rotated(items: Sequence[T], turns: int) -> list[T]:
-    """Return ``items`` begun ``turns`` further on, so that no one always follows the same one."""
-    start = turns % len(items) if items else 0
-    return [*items[start:], *items[:start]]
+def shuffled(items: Sequence[T], seed: int) -> list[T]:
+    """Return ``items`` in an order drawn by ``seed``, so that no one always follows the same one.
+
+    What ran before leaves its caches and its freed memory; turning the order would not change that.
+    """
+    return random.Random(seed).sample(items, len(items))

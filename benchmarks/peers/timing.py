@@ -1,4 +1,4 @@
-"""Rounds: each times the oracle, the bare wire and every contender, in an order that rotates."""
+"""Rounds: each times the oracle, the bare wire and every contender, in an order of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hp_mesh.testing import randn
 from peers.adapters.registry import build, find
-from peers.cases import Case, rotated
+from peers.cases import Case, shuffled
 from peers.contender import Attention
 from peers.formulas import exchange_elements
 from peers.kernel import attention
@@ -55,7 +55,7 @@ def time_rounds(
     for number in range(rounds):
         gc.collect()
         gc.disable()  # a collection belongs to no contender
-        for name in rotated(list(steps), number):
+        for name in shuffled(list(steps), number):
             step, os.environ["HP_PREFLIGHT"] = steps[name]
             dist.barrier()
             process, thread, start = time.process_time(), time.thread_time(), time.perf_counter()

@@ -12,8 +12,8 @@ __all__ = ["OURS", "Verdict", "failures_of_ours", "verdicts"]
 
 Row = dict[str, Any]
 
-OURS = "ours: Ulysses"
-"""The contender that is held against the floor and the peers."""
+OURS = "ours: Ulysses, local tensors"
+"""The contender that is held against the floor and the peers: plain tensors, as theirs are."""
 BALANCED = "colossal balanced"
 BYTES_SLACK = 0.005
 """A ratio of bytes that is printed as 1.00."""
