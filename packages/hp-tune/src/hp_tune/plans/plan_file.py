@@ -36,7 +36,8 @@ __all__ = [
 ]
 
 VARIABLE = "HP_TUNE_PLAN"
-SCHEMA: Literal["hp-tune/plan/3"] = "hp-tune/plan/3"
+SCHEMA: Literal["hp-tune/plan/4"] = "hp-tune/plan/4"
+"""Its number rises with every change of the fields, for a digest is of the whole content."""
 
 
 class _Strict(BaseModel):
@@ -219,7 +220,7 @@ class PlanFile(_Strict):
         digest: sha256 of everything else; equal digests on all ranks mean equal plans.
     """
 
-    schema_: Literal["hp-tune/plan/3"] = Field(default=SCHEMA, alias="schema")
+    schema_: Literal["hp-tune/plan/4"] = Field(default=SCHEMA, alias="schema")
     cost_model: int
     model: dict[str, Any]
     cluster: dict[str, Any]
@@ -306,7 +307,8 @@ def load(path: str | Path | None = None) -> PlanFile:
         path: The file; None takes what the environment variable ``HP_TUNE_PLAN`` names.
 
     Raises:
-        PlanSchemaError: It is missing, not a plan, or was changed since it was written.
+        PlanSchemaError: It is missing, not a plan, of another schema, or was changed since it was
+            written.
     """
     path = Path(path) if path is not None else _path_from_environment()
     try:
@@ -314,10 +316,7 @@ def load(path: str | Path | None = None) -> PlanFile:
     except UsageError as error:
         raise PlanSchemaError(error.message, "write one with `hp-tune search --out`") from None
     if data.get("schema") != SCHEMA:
-        raise PlanSchemaError(
-            f"{path}: schema ({data.get('schema')!r}) must be {SCHEMA!r}",
-            "write it again with this hp-tune",
-        )
+        raise _other_schema(path, data.get("schema"))
     try:
         plan = PlanFile.model_validate(data)
     except ValidationError as error:
@@ -330,6 +329,24 @@ def load(path: str | Path | None = None) -> PlanFile:
             "write it again with `hp-tune search --out`",
         )
     return plan
+
+
+def _other_schema(path: Path, schema: object) -> PlanSchemaError:
+    """Return the error of a plan that is older or newer than this hp-tune, or of no plan at all."""
+    kind, _, reads = SCHEMA.rpartition("/")
+    found, _, number = str(schema).rpartition("/")
+    must = f"{path}: schema ({schema!r}) must be {SCHEMA!r}, which this hp-tune reads"
+    if found != kind or not (number.isascii() and number.isdecimal()):
+        return PlanSchemaError(f"{must}: it is no plan", "write one with `hp-tune search --out`")
+    if int(number) < int(reads):
+        return PlanSchemaError(
+            f"{must}: an older hp-tune wrote it",
+            f"write it again with this one: `hp-tune search ... --out {path}`",
+        )
+    return PlanSchemaError(
+        f"{must}: a newer hp-tune wrote it",
+        f"install that one here, or write it again: `hp-tune search ... --out {path}`",
+    )
 
 
 def _path_from_environment() -> Path:
