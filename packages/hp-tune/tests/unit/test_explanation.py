@@ -13,6 +13,7 @@ from hp_tune.explanation.explain import Explanation, explain, find_rival
 from hp_tune.explanation.flips import find_exact_flips
 from hp_tune.explanation.text import explanation_json
 from hp_tune.explanation.timeline import timeline_lines
+from hp_tune.explanation.what_if import find_opportunities
 from hp_tune.models.hf_config import read_model
 from hp_tune.searching.engine import Result, search
 from hp_tune.searching.ranking import with_number
@@ -189,3 +190,18 @@ def test_a_timeline_shows_both_streams_in_the_order_of_time(qwen: Explanation) -
     assert compute[column] == ".", "the swap of q hides behind nothing"
     starts = [float(row.split("..")[0].split()[-1]) for row in legend]
     assert starts == sorted(starts)
+
+
+def test_async_exchanges_are_offered_beside_windows_that_are_fetched() -> None:
+    """Of the full layers; a window is fetched as the winner does, and not gathered after all."""
+    model, cluster = read_model("gpt-oss-20b"), read_cluster("atlas-800t-a2")
+    workload = Workload(seq_len=32768, cp_size=8)
+    result = search(model, cluster, workload, overlap=True)
+    assert result.ranking[0].config.halo == 1
+    (offer,) = [o for o in find_opportunities(result) if o.feature == "async exchanges"]
+
+    assert "async halo=1" in offer.label
+    marked = result.workload.model_copy(update={"handoffs": True})
+    searched = search(model, cluster, marked, overlap=True, recompute="off")
+    times = [r.prediction.seconds for r in searched.ranking if r.config.overlap]
+    assert offer.ms == pytest.approx(min(times) * 1e3)

@@ -9,6 +9,7 @@ import pytest
 from hp_cp.halo import fetched_by, passed_rows
 from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.cost.halo import busiest_messages, busiest_ranks
+from hp_tune.cost.layer import LayerCost
 from hp_tune.cost.memory import memory_use
 from hp_tune.cost.pairs import causal_pairs
 from hp_tune.cost.predict import Prediction, predict
@@ -162,3 +163,62 @@ def test_sinks_are_read_and_told() -> None:
     assert (found.slides, found.window, found.sink_tokens) == (True, 4096, 0)
     told = sliding(128, 4).describe()
     assert told.endswith("window 128, 4 sink tokens")
+
+
+def windows(found: Prediction) -> dict[str, float]:
+    """Seconds of the fetch of a window, by phase."""
+    return {t.phase: t.seconds for t in found.terms if t.name == "p2p window of k,v"}
+
+
+@pytest.mark.parametrize(
+    ("cp", "halo", "window"),
+    [(2, 1, 100), (8, 4, 100), (4, 1, S), (8, 2, S)],
+    ids=["two", "hybrid", "whole", "hybrid-whole"],
+)
+def test_all_ranks_wait_for_a_window_in_both_phases(cp: int, halo: int, window: int) -> None:
+    """Where the rank that sends most sends nothing back: others do, and it waits for them."""
+    found = price(sliding(window), cp=cp, ulysses_degree=1, halo=halo)
+    both = windows(found)
+
+    assert list(both) == ["forward", "backward"]
+    assert both["forward"] == both["backward"] > 0
+    for line in found.timelines:
+        keys = [slot.key for slot in line.slots if slot.resource == "network"]
+        heads = {"forward": ["all_to_all q,k,v"], "backward": ["all_to_all out"]}[line.phase]
+        last = {"forward": ["all_to_all out"], "backward": ["all_to_all q,k,v"]}[line.phase]
+        traded = halo > 1
+        assert keys == [*heads * traded, "p2p window of k,v", *last * traded]
+
+
+def test_a_window_of_one_key_fetches_nothing() -> None:
+    """Each query sees its own key alone."""
+    found = price(sliding(1), cp=2, ulysses_degree=1, halo=1)
+
+    assert windows(found) == {}
+    assert found.bytes_sent == {}
+
+
+def test_a_kernel_that_skips_nothing_computes_the_keys_that_are_there() -> None:
+    """Under a halo that is a rank's rows and what it fetched, and not the whole sequence."""
+    model = Model(name="m", model_type="m", hidden_size=96, layers=(sliding(100, 7),))
+    workload = Workload(seq_len=S, cp_size=P, batch=B, skips_masked=False)
+    cluster = read_cluster("hgx-h100")
+    pairs = {}
+    for halo in (0, 1):
+        found = predict(model, cluster, workload, Config(ulysses_degree=1, halo=halo))
+        (pairs[halo],) = {dict(t.inputs)["pairs"] for t in found.terms if t.name == "attention"}
+
+    rows = S // P
+    assert pairs == {0: rows * S, 1: rows * (rows + 99 + 7)}
+
+
+def test_latents_of_sliding_layers_are_not_gathered_under_a_halo() -> None:
+    """The feature that is priced is one of the other layers."""
+    latent = sliding(100).model_copy(update={"latent_size": 20, "rope_size": 4})
+    model = Model(name="m", model_type="m", hidden_size=96, layers=(latent,))
+    config = Config(ulysses_degree=1, halo=1, gather="latent")
+    cost = LayerCost(
+        model, latent, read_cluster("hgx-h100"), Workload(seq_len=S, cp_size=P, batch=B), config
+    )
+
+    assert {move.kind for move in cost.moves} == {"p2p"}

@@ -114,3 +114,15 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     """A folder that is not there."""
     with pytest.raises(UsageError, match=r"--trace .* cannot be written"):
         write_trace(prediction(), "x", tmp_path / "none" / "t.json")
+
+
+def test_kinds_of_layers_that_are_as_many_keep_their_own_numbers(path: Path) -> None:
+    """Twelve slide and twelve are full: each track has the pairs of its own attention."""
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+    found = {e["pid"]: e["args"]["pairs"] for e in events if e["name"] == "attention"}
+    terms = [term for term in prediction().terms if term.name == "attention"]
+    wanted = [dict(term.inputs)["pairs"] for term in terms if term.phase == "forward"]
+
+    assert [term.layers for term in terms] == [12] * 4
+    assert found == {1: pytest.approx(wanted[0], rel=1e-5), 2: pytest.approx(wanted[1], rel=1e-5)}
+    assert wanted[0] != wanted[1]

@@ -58,18 +58,22 @@ class LayerCost:
         self.tokens = workload.batch * workload.seq_len // workload.cp_size
         self.hidden = model.hidden_size
         self.description = described(layer, plan, workload, self.config)
-        self.moves = [self._move(row) for row in self.description.collectives]
-        self.gathers_latent = config.gather == "latent" and layer.latent_size is not None
+        moves = [self._move(row) for row in self.description.collectives]
+        self.moves = self._both_ways(moves) if self.config.halo else moves
+        self.gathers_latent = self.config.gather == "latent" and layer.latent_size is not None
         if self.gathers_latent:
             self.moves = _with_latent(self.moves, latent_bytes(layer, workload), workload)
-        shares = work_shares(plan, layer, workload, self.price.attention_tile)
+        tile, fetched = self.price.attention_tile, self.config.halo > 0
+        shares = work_shares(plan, layer, workload, tile, fetched=fetched)
         even = sum(shares) / len(shares) * stretch(cluster, workload.num_ranks)
         self.pairs = waits_for(cluster, shares, workload)
         self.imbalance = self.pairs / even
 
     def pieces(self, phase: Phase) -> list[Piece]:
         """Return the pieces of a phase in the order in which each resource runs them."""
-        host = self.price.host(self.description.count(phase=phase), crossings(self.config))
+        own = [move for move in self.moves if move.phase == phase]
+        calls = sum(len(move.messages) or move.count for move in own)
+        host = self.price.host(calls, crossings(self.config))
         return [host, *self._pieces(phase)]
 
     def _pieces(self, phase: Phase) -> list[Piece]:
@@ -319,6 +323,25 @@ class LayerCost:
         found = Move(row.phase, row.kind, row.what, row.count, row.bytes_sent, size, stride)
         if self.config.halo and row.kind == "p2p":
             return replace(found, what="window of k,v", messages=self._messages())
+        return found
+
+    def _both_ways(self, moves: Sequence[Move]) -> list[Move]:
+        """Return the moves with those of a window in both phases: all ranks wait for them.
+
+        The rank that sends most may do so forward only, or send nothing of its own in backward::
+
+            c = 2    forward    rank 0 sends      rank 1 fetches
+                     backward   rank 0 fetches    rank 1 sends gradients
+        """
+        found: list[Move] = []
+        phases: tuple[Phase, ...] = ("forward", "backward")
+        for phase in phases:
+            own = [move for move in moves if move.phase == phase]
+            if not any(move.messages for move in own):
+                row = Collective(phase, "p2p", "colossal", 0, "k,v", 0)
+                at = len(own) - (self.plan.ulysses_degree > 1)  # before heads are traded back
+                own[at:at] = [move for move in [self._move(row)] if move.messages]
+            found += own
         return found
 
     def _messages(self) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
+from hp_cp.halo import fetched_by
 from hp_cp.plan import Plan
 from hp_mesh.window import Range
 from hp_tune.models.model import Attention
@@ -107,11 +108,20 @@ def seen_pairs(
     return pairs
 
 
-def work_shares(plan: Plan, layer: Attention, workload: Workload, tile: int = 1) -> list[int]:
+def work_shares(
+    plan: Plan, layer: Attention, workload: Workload, tile: int = 1, *, fetched: bool = False
+) -> list[int]:
     """Return the (query, key) pairs of each Colossal index, read from the plan's rows.
 
-    ``tile`` is that of the kernel, see `seen_pairs`.
+    ``tile`` is that of the kernel, see `seen_pairs`. Where the keys of a window are ``fetched`` a
+    rank has no others, and a kernel that does not skip computes those.
     """
+    if fetched and not workload.skips_masked:
+        assert layer.window is not None, "only sliding layers fetch a window"
+        rows = workload.seq_len // plan.colossal_degree
+        facts = (rows, layer.window, layer.sink_tokens)
+        held = (fetched_by(rank, *facts) for rank in range(plan.colossal_degree))
+        return [rows * sum(stop - start for start, stop in ranges) for ranges in held]
     return [
         _all(
             ((rows.query_start, rows.query_end) for rows in plan.rows(rank, workload.seq_len)),

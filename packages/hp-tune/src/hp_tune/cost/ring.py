@@ -52,10 +52,11 @@ def ring_attention(
     def block(pairs: float) -> float:
         return price.attention("block", pairs, heads, size, rows=rows).seconds
 
+    backward = price.attention_backward
     own = block(rows * (rows + 1) / 2 if halved else rows * rows)
     other = block(rows * rows / 2 if halved and zigzag else rows * rows)
     if P == 1:
-        return RingTime(own, 2.5 * own, 0.0, other)
+        return RingTime(own, backward * own, 0.0, other)
     shard = workload.batch * rows * kv * size * workload.element_size
     ring = transfer(cluster, "ring", Group(P, tp, workload.num_ranks), shard * (P - 1))
     send = ring.seconds / (P - 1)
@@ -66,4 +67,4 @@ def ring_attention(
         return first + (P - 2) * max(times * other, sends * send) + times * other
 
     # backward carries K, V and the sums of their gradients, which take one more send home
-    return RingTime(steps(1.0, 1.0), steps(2.5, 2.0) + send, send, other)
+    return RingTime(steps(1.0, 1.0), steps(backward, 2.0) + send, send, other)

@@ -34,7 +34,7 @@ def trace_object(prediction: Prediction, title: str) -> dict[str, Any]:
         title: What was predicted; kept under ``otherData``.
     """
     events: list[dict[str, Any]] = []
-    terms = _by_layers(prediction)
+    terms = _by_kind(prediction)
     for process, lines in enumerate(_by_layer(prediction), start=1):
         layer, count = lines[0].layer, lines[0].count
         events.append(_named("process_name", process, 0, f"{count} x {layer.describe()}"))
@@ -48,7 +48,7 @@ def trace_object(prediction: Prediction, title: str) -> dict[str, Any]:
                      "args": {"sort_index": track}}
                 )  # fmt: skip
             for slot in line.slots:
-                term = terms.get((line.phase, count, slot.key.split(" #")[0]))
+                term = terms.get((process, line.phase, slot.key.split(" #")[0]))
                 events.append(_event(slot, line, process, begin, term))
             begin += max((slot.end for slot in line.slots), default=0.0)
     return {
@@ -77,8 +77,18 @@ def _by_layer(prediction: Prediction) -> Iterator[list[Timeline]]:
     yield from found.values()
 
 
-def _by_layers(prediction: Prediction) -> dict[tuple[str, int, str], Term]:
-    return {(term.phase, term.layers, term.name): term for term in prediction.terms}
+def _by_kind(prediction: Prediction) -> dict[tuple[int, str, str], Term]:
+    """Return the terms by number of the kind of layer, from 1, phase and name.
+
+    Terms come kind by kind in the order of the timelines, forward before backward.
+    """
+    found: dict[tuple[int, str, str], Term] = {}
+    kind, before = 1, "forward"
+    for term in prediction.terms:
+        kind += before == "backward" and term.phase == "forward"
+        before = term.phase
+        found[kind, term.phase, term.name] = term
+    return found
 
 
 def _named(kind: str, process: int, track: int, name: str) -> dict[str, Any]:

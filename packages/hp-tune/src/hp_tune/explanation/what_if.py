@@ -106,8 +106,11 @@ def _with_handoffs(result: Result) -> Iterator[_Candidate]:
     if result.workload.handoffs:
         return
     marked = result.workload.model_copy(update={"handoffs": True})
-    for config, rejection in result.rejected:
-        if rejection.rule != "V09" or not config.overlap:
+    rejected = [config for config, found in result.rejected if found.rule == "V09"]
+    # a point that is rejected with a halo as it is without one is told once (`evaluate`)
+    halos = [config.model_copy(update={"halo": _halo(result)}) for config in rejected]
+    for config in dict.fromkeys((*rejected, *halos)):
+        if not config.overlap:
             continue
         if isinstance(check(result.model, result.cluster, marked, config), Rejection):
             continue
@@ -183,8 +186,9 @@ def _balanced_async(result: Result) -> Iterator[_Candidate]:
 
 
 def _halo(result: Result) -> int:
-    """Return how the best treats sliding layers, which no feature here is about."""
-    return result.ranking[0].config.halo
+    """Return how the best treats sliding layers, where there are others that a feature is about."""
+    others = any(layer.exchanges and not layer.slides for layer in result.model.layers)
+    return result.ranking[0].config.halo if others else 0
 
 
 def _ring_seconds(model: Model, cluster: Cluster, workload: Workload) -> float:

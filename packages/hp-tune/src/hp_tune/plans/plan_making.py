@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COST_MODEL", "make_plan"]
 
-COST_MODEL = 4
+COST_MODEL = 5
 """Raised when a change of the formulas makes old numbers incomparable."""
 
 

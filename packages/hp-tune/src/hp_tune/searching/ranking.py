@@ -186,7 +186,8 @@ def ends_of(name: str, value: float) -> tuple[float, float]:
 def matters(name: str, cluster: Cluster, workload: Workload, ranking: Sequence[Ranked]) -> bool:
     """Return whether a prediction can depend on a number: not on tiers that no group reaches."""
     if name == "device.overlap_slowdown":
-        return any(ranked.config.overlap for ranked in ranking)
+        # something runs beside a collective: a projection, or attention to a part or to a group
+        return any(one.config.overlap or one.config.kv_chunks > 1 for one in ranking)
     ranks, tiers = workload.cp_size * workload.tp_size, list(cluster.tiers)
     for index, tier in enumerate(tiers):
         if name.startswith(f"tiers.{tier.name}."):
