@@ -6,6 +6,7 @@ import json
 import re
 import signal
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,11 +16,12 @@ from hp_tune.cli import main
 from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.explanation.explain import Explanation, explain
 from hp_tune.models.hf_config import read_model
-from hp_tune.report.charts import front, length_lines, short_length, stacked_bars
+from hp_tune.report.charts import front, length_lines, pareto, short_length, stacked_bars
 from hp_tune.report.lengths import AtLength, default_lengths, search_lengths
 from hp_tune.report.page import CONTENTS, report_html
-from hp_tune.report.svg import ticks
+from hp_tune.report.svg import PALETTE, ticks
 from hp_tune.searching.engine import search
+from hp_tune.searching.restriction import read_restriction
 from hp_tune.workload import Workload
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -186,3 +188,63 @@ def test_the_command_writes_the_page(
     assert Path("report.html").read_text().startswith("<!DOCTYPE html>")
     code, _, err = run("--out", "none/r.html")
     assert (code, "--out none/r.html cannot be written" in err) == (2, True)
+
+
+def test_many_configurations_are_drawn_in_colours_that_differ() -> None:
+    """The nearest to the fastest, as many as there are colours; the page says who is left out."""
+    workload = Workload(seq_len=65536, cp_size=8, handoffs=True)
+    model, cluster = read_model("Llama-3.1-8B"), read_cluster("atlas-800t-a2")
+    explained = explain(search(model, cluster, workload, overlap=True, variants=True))
+    page = report_html(explained, search_lengths(explained.result, (32768, 65536)))
+
+    count = len(explained.result.ranking)
+    assert count > 2 * PALETTE
+    assert f"Drawn are the {PALETTE} that come nearest to the fastest at some length; " in page
+    left_out = re.search(r"at some length; (\d+) slower ones are left out", page)
+    assert left_out is not None and int(left_out[1]) >= count - PALETTE
+    for label in ("Time against sequence length", "Time over the fastest"):
+        chart = svg_of(page, label)
+        strokes = re.findall(r'<polyline [^>]*stroke="(var\(--c\d\))"', chart)
+        assert len(strokes) == len(set(strokes)) == PALETTE
+        assert explained.label in chart
+    names = re.findall(r"<text[^>]*>([^<]*u=[^<]*)</text>", svg_of(page, "Time against memory"))
+    assert set(names) == set(front(points_of(explained))), "others say it when pointed at"
+    assert svg_of(page, "Time against memory").count("<title>") == count
+
+
+def svg_of(page: str, label: str) -> str:
+    """The drawing of that label."""
+    (found,) = re.findall(rf'<svg [^>]*aria-label="{label}".*?</svg>', page, re.DOTALL)
+    return str(found)
+
+
+def points_of(explained: Explanation) -> list[tuple[str, float, float]]:
+    """Name, GiB and milliseconds of each configuration."""
+    return [
+        (r.config.label(8), r.memory.total / 2**30, r.prediction.seconds * 1e3)
+        for r in explained.result.ranking
+    ]
+
+
+def test_names_of_points_stay_on_the_drawing() -> None:
+    """Twelve points in one place: their names go up to the edge, then down, and none is covered."""
+    points = [(f"configuration {i}", 1.0, 5.0) for i in range(12)]
+    svg = pareto(points, ("GiB", "ms"), "t")
+    height = float(re.findall(r'viewBox="0 0 \d+ (\d+)"', svg)[0])
+    rows = [float(y) for y in re.findall(r'<text [^>]*y="([\d.-]+)"[^>]*>configuration', svg)]
+
+    assert len(rows) == 12
+    assert all(10 < row < height for row in rows)
+    ordered = sorted(rows)
+    assert min(b - a for a, b in pairwise(ordered)) >= 13.9
+
+
+def test_other_lengths_search_the_same_space() -> None:
+    """Variants and a part of the space too: a gap in a line is one of validity."""
+    workload = Workload(seq_len=65536, cp_size=8)
+    model, cluster = read_model("Llama-3.1-8B"), read_cluster("atlas-800t-a2")
+    for options in ({"variants": True}, {"only": read_restriction("u=1,2 lb=off", 8)}):
+        result = search(model, cluster, workload, overlap=False, **options)
+        (other, own) = search_lengths(result, (32768, 65536))
+        assert own.result is result
+        assert {r.config for r in other.result.ranking} == {r.config for r in result.ranking}

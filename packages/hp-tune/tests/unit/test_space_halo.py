@@ -205,3 +205,17 @@ def test_the_front_of_time_and_memory_has_streams() -> None:
     assert found.ranking[0].config.kv_chunks == 1
     assert chunks[0] == 1 and chunks[-1] == 8
     assert {ranked.config.kv_chunks for ranked in run(FULL, words="u=1").ranking} == {1}
+
+
+def test_a_part_that_has_no_point_of_its_own_says_what_it_runs_as() -> None:
+    """Exit code 3, and not a table without a line."""
+    with pytest.raises(NothingValidError) as error:
+        run(WINDOW, words="u=2 halo=1")
+
+    assert error.value.message == (
+        "--space must leave a configuration of its own: hybrid u=2 halo=1 runs as "
+        "colossal u=1 halo=1, for all layers slide"
+    )
+    assert error.value.exit_code == 3
+    with pytest.raises(NothingValidError, match="--space must name a configuration"):
+        run(FULL, words="u=8 kv_chunks=4")

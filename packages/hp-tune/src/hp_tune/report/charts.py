@@ -10,6 +10,7 @@ from hp_tune.cost.predict import Timeline
 from hp_tune.cost.schedule import Slot
 from hp_tune.report.svg import (
     CHARACTER,
+    PALETTE,
     color,
     dot,
     drawing,
@@ -32,7 +33,10 @@ KINDS = {
     for index, name in enumerate(("attention", "communication", "projections", "copies"))
 }
 """What the pieces of a layer are drawn in, here and in the ranking."""
-DASHES = ("", "7 4", "2 4", "9 3 2 3")
+MOST_LINES = PALETTE
+"""Lines in one chart that have a colour of their own."""
+MOST_NAMES = 12
+"""With more points in a scatter only those on the front are named beside it."""
 
 
 def stacked_bars(
@@ -117,11 +121,10 @@ def length_lines(
         body.append(text(x, foot + 18, short_length(length), "middle", "tick"))
         body.append(line(x, foot, x, foot + 5))
     for index, (name, row) in enumerate(series.items()):
-        dash = DASHES[index // 8 % len(DASHES)]
         points: list[tuple[float, float]] = []
         for length, value in (*zip(lengths, row, strict=True), (0, None)):
             if value is None:
-                body.append(polyline(points, color(index), dash) if len(points) > 1 else "")
+                body.append(polyline(points, color(index)) if len(points) > 1 else "")
                 points = []
                 continue
             points.append(place(length, value))
@@ -156,7 +159,10 @@ def front(points: Sequence[tuple[str, float, float]]) -> list[str]:
 
 
 def pareto(points: Sequence[tuple[str, float, float]], axes: tuple[str, str], label: str) -> str:
-    """Draw ``(name, x, y)`` with the points that no other one beats in both, joined by a line."""
+    """Draw ``(name, x, y)`` with the points that no other one beats in both, joined by a line.
+
+    Of many points only these are named beside them; all say their name when they are pointed at.
+    """
     best = front(points)
     left, below, height = 70.0, 44.0, 300.0
     xs, ys = [x for _, x, _ in points], [y for _, _, y in points]
@@ -184,7 +190,8 @@ def pareto(points: Sequence[tuple[str, float, float]], axes: tuple[str, str], la
         fill = "var(--front)" if name in best else "var(--c7)"
         said = f"{name}: {x:.4g} {axes[0]}, {y:.4g} {axes[1]}"
         body.append(dot(px, py, 5, fill, said))
-        body.append(_named(name, px, py, taken))
+        if len(points) <= MOST_NAMES or name in best:
+            body.append(_named(name, px, py, taken))
     body.append(text((WIDTH + left) / 2, TOP + height + 36, axes[0], "middle", "tick"))
     body.append(text(left + 6, TOP - 8, axes[1], css="tick"))
     return drawing(WIDTH, TOP + height + below, "".join(body), label)
@@ -197,15 +204,19 @@ def _padded(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _named(name: str, x: float, y: float, taken: list[tuple[float, float, float]]) -> str:
-    """Return a name beside its point, moved up until it covers no other name."""
+    """Return a name beside its point, moved up until it covers no other name, or else down."""
     width = CHARACTER * len(name)
     start = x + 5 if x + 5 + width < WIDTH else x - 5 - width
-    row = y - 9
-    while any(
-        abs(row - other) < 14 and start < end and begin < start + width
-        for begin, end, other in taken
-    ):
-        row -= 14
+
+    def is_free(row: float) -> bool:
+        return not any(
+            abs(row - other) < 14 and start < end and begin < start + width
+            for begin, end, other in taken
+        )
+
+    above = [y - 9 - 14 * step for step in range(24) if y - 9 - 14 * step > 12]
+    below = [y + 18 + 14 * step for step in range(24)]
+    row = next(filter(is_free, [*above, *below]), y - 9)
     taken.append((start, start + width, row))
     return text(start, row, name)
 

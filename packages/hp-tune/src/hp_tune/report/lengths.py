@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from hp_tune.searching.engine import NothingValidError, Result, search
+from hp_tune.searching.engine import NothingValidError, Result, Settings, search
+from hp_tune.steps import Step, no_step
 
 __all__ = ["AtLength", "default_lengths", "search_lengths"]
 
@@ -29,27 +30,22 @@ def default_lengths(result: Result) -> tuple[int, ...]:
 
 
 def search_lengths(
-    result: Result,
-    lengths: Sequence[int],
-    tell: Callable[[str, int, int], None] = lambda _name, _done, _total: None,
+    result: Result, lengths: Sequence[int], step: Step = no_step
 ) -> tuple[AtLength, ...]:
-    """Return what each length comes to, with activations recomputed where they must be."""
+    """Return what each length comes to, with activations recomputed where they must be.
+
+    The same part of the space is searched, by prediction.
+    """
+    how = replace(result.how or Settings(), mode="analytic", recompute="auto", kernels=None)
     found = []
     for done, length in enumerate(lengths):
-        tell(f"sequence {length}", done, len(lengths))
+        step(f"sequence {length}", done, len(lengths))
         if length == result.workload.seq_len:
             found.append(AtLength(length, result))
             continue
         workload = result.workload.model_copy(update={"seq_len": length})
-        asynchronous = any(
-            config.overlap
-            for config in (
-                *(ranked.config for ranked in result.ranking),
-                *(config for config, _ in result.rejected),
-            )
-        )
         try:
-            other = search(result.model, result.cluster, workload, overlap=asynchronous)
+            other = search(result.model, result.cluster, workload, settings=how)
         except NothingValidError as error:
             other = error.result
         found.append(AtLength(length, other))

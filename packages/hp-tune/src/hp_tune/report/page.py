@@ -6,7 +6,7 @@ offline, and the same search gives the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 
@@ -174,6 +174,19 @@ def _by_kind(terms: Sequence[Term]) -> dict[str, float]:
     return found
 
 
+def _drawn(times: Mapping[int, Mapping[str, float]]) -> list[str]:
+    """Return the configurations that come nearest to the fastest at any length, the nearest first.
+
+    As many as there are colours: more lines could not be told apart.
+    """
+    nearest: dict[str, float] = {}
+    for row in times.values():
+        least = min(row.values(), default=1.0)
+        for name, ms in row.items():
+            nearest[name] = min(nearest.get(name, ms / least), ms / least)
+    return sorted(nearest, key=nearest.__getitem__)[: charts.MOST_LINES]
+
+
 def _lengths(explanation: Explanation, lengths: Sequence[AtLength]) -> str:
     cp = explanation.result.workload.cp_size
     times = {
@@ -182,7 +195,11 @@ def _lengths(explanation: Explanation, lengths: Sequence[AtLength]) -> str:
         }
         for at in lengths
     }
-    names = dict.fromkeys(name for at in times.values() for name in at)
+    every = {name for row in times.values() for name in row}
+    names = _drawn(times)
+    left_out = len(every) - len(names)
+    told = f"Drawn are the {len(names)} that come nearest to the fastest at some length; "
+    told = f"{told}{left_out} slower ones are left out." if left_out else ""
     series = {name: [times[length].get(name) for length in times] for name in names}
     fastest = [min(row.values(), default=1.0) for row in times.values()]
     ratios = {
@@ -212,9 +229,8 @@ def _lengths(explanation: Explanation, lengths: Sequence[AtLength]) -> str:
         "Sequence lengths",
         html.figure(
             charts.length_lines(list(times), series, "ms", "Time against sequence length"),
-            "Predicted time of each configuration at other lengths, everything else as it is; both "
-            "axes logarithmic. A gap is a length at which a configuration is not valid or does not "
-            "fit.",
+            "Predicted time at other lengths, everything else as it is; both axes logarithmic. "
+            "A gap is a length at which a configuration is not valid or does not fit. " + told,
         ),
         html.figure(
             charts.length_lines(list(times), ratios, "x the fastest", "Time over the fastest"),

@@ -9,7 +9,18 @@ from __future__ import annotations
 import math
 from html import escape
 
-__all__ = ["color", "dot", "drawing", "legend", "line", "polyline", "rect", "text", "ticks"]
+__all__ = [
+    "PALETTE",
+    "color",
+    "dot",
+    "drawing",
+    "legend",
+    "line",
+    "polyline",
+    "rect",
+    "text",
+    "ticks",
+]
 
 PALETTE = 8
 """How many ``--c0`` ... colours the style sheet has."""

@@ -132,6 +132,7 @@ def search(
         duplicates=found.duplicates,
         notes=found.notes,
         mode=how.mode,
+        how=how,
         objective=how.objective,
     )
     place = _place(study, storage, how, tell)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hp_tune.clusters.cluster import Cluster
     from hp_tune.models.model import Model
     from hp_tune.plans.plan_file import PlanFile
+    from hp_tune.searching.engine import Settings
     from hp_tune.searching.rules import Rejection
     from hp_tune.searching.space import Duplicate
     from hp_tune.study.trials import Recorded
@@ -48,6 +49,7 @@ class Result:
         kernels: Launch parameters of the best's kernels, where they were searched too.
         ended: Why measuring stopped before its end, or empty.
         weight: Share of this sequence length among those that were searched together.
+        how: The settings of the search.
     """
 
     model: Model
@@ -68,6 +70,7 @@ class Result:
     kernels: Mapping[str, Mapping[str, int]] | None = None
     ended: str = ""
     weight: float = 1.0
+    how: Settings | None = None
 
     @property
     def margin(self) -> float | None:
@@ -93,12 +96,24 @@ class NothingValidError(NoConfigurationError):
 
     def __init__(self, result: Result) -> None:
         rules = sorted({rejection.rule for _, rejection in result.rejected})
-        hints = dict.fromkeys(rejection.hint for _, rejection in result.rejected)
-        super().__init__(
-            f"all {len(result.rejected)} configurations are rejected ({', '.join(rules)})",
-            next(iter(hints), ""),
-        )
+        hints = [rejection.hint for _, rejection in result.rejected]
+        message = f"all {len(result.rejected)} configurations are rejected ({', '.join(rules)})"
+        if not result.rejected:
+            message, *hints = _no_point(result)
+        super().__init__(message, hints[0])
         self.result = result
+
+
+def _no_point(result: Result) -> tuple[str, str]:
+    """Say why a part of the space is empty: what it names runs as something outside of it."""
+    if not result.duplicates:
+        return "--space must name a configuration, and there is none like it", "leave a key out"
+    one, cp = result.duplicates[0], result.workload.cp_size
+    return (
+        f"--space must leave a configuration of its own: {one.config.label(cp)} runs as "
+        f"{one.same_as.label(cp)}, for {one.reason}",
+        "name what that one has, or leave --space out",
+    )
 
 
 class OutOfBudgetError(BudgetError):
