@@ -9,11 +9,13 @@ and 143 after SIGINT and SIGTERM.
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -36,18 +38,32 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     given = list(sys.argv[1:] if arguments is None else arguments)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
+    code = 0
     try:
+        _make_streams_usable()
         code = _run(given)
         sys.stdout.flush()
     except _SignalledError as stopped:
         _ignore_further_signals()
         name = signal.Signals(stopped.number).name
-        _say(given, 128 + stopped.number, "interrupted", f"stopped by {name}", _resume(given))
         code = 128 + stopped.number
+        _say(given, code, "interrupted", f"stopped by {name}", _resume(given))
     except BrokenPipeError:  # the reader of our output has gone, as in `hp-tune presets | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
     sys.exit(code)
+
+
+def _make_streams_usable() -> None:
+    """Write what an encoding has no character for as an escape, and into closed streams nothing.
+
+    Python has no stream at all where a shell has closed one (``>&-``).
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _run(arguments: list[str]) -> int:
@@ -57,7 +73,7 @@ def _run(arguments: list[str]) -> int:
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     import click
 
-    from hp_tune.commands import cli
+    from hp_tune.commands import ReaderGoneError, cli
     from hp_tune.errors import TuneError
 
     try:
@@ -67,9 +83,10 @@ def _run(arguments: list[str]) -> int:
     except click.ClickException as error:
         hint = _variable(error)
         if "--json" not in arguments and isinstance(error, click.UsageError):
-            error.show()
-            if hint:
-                print(f"  {hint}", file=sys.stderr)
+            with suppress(OSError):
+                error.show()
+                if hint:
+                    print(f"  {hint}", file=sys.stderr)
         else:
             _say(arguments, 2, "usage", error.format_message(), hint)
         return 2
@@ -78,6 +95,13 @@ def _run(arguments: list[str]) -> int:
     except TuneError as error:
         _say(arguments, error.exit_code, error.id, error.message, error.hint)
         return error.exit_code
+    except ReaderGoneError:
+        raise BrokenPipeError from None
+    except OSError as error:  # a full disk, say: nobody is helped by where in our code
+        place = f"{error.filename}: " if error.filename else ""
+        way_out = "look at it with `hp-tune doctor`"
+        _say(arguments, 2, "system", f"{place}{error.strerror or error}", way_out)
+        return 2
     return 0
 
 
@@ -115,4 +139,5 @@ def _say(arguments: list[str], code: int, name: str, message: str, hint: str) ->
         text = json.dumps({"code": code, "id": name, "message": message, "hint": hint})
     else:
         text = f"hp-tune: {message}" + (f"\n  {hint}" if hint else "")
-    print(text, file=sys.stderr)
+    with suppress(OSError):  # nobody reads it; the exit code still says it
+        print(text, file=sys.stderr)

@@ -121,9 +121,13 @@ def _programs() -> Iterator[Check]:
 
 
 def _folders(folder: Path) -> Iterator[Check]:
-    for name, place in (("study folder", folder), ("working folder", Path.cwd()),
-                        ("temporary folder", Path(tempfile.gettempdir()))):  # fmt: skip
-        exists = place if place.is_dir() else place.parent
+    places = [("study folder", folder), ("working folder", Path.cwd())]
+    try:
+        places.append(("temporary folder", Path(tempfile.gettempdir())))
+    except OSError:  # it looks for one that can be written
+        yield Check("temporary folder", "wrong", "none can be written", "name one with TMPDIR")
+    for name, place in places:
+        exists = next(one for one in (place, *place.parents) if one.is_dir())
         try:
             with tempfile.NamedTemporaryFile(dir=exists, prefix=".hp-tune-doctor"):
                 yield Check(name, "ok", f"{place} can be written")
@@ -136,13 +140,16 @@ def _locks(folder: Path) -> Iterator[Check]:
     """Tell locks that a living process holds from files that a dead one left; both are harmless."""
     held, left = [], 0
     for path in sorted(folder.glob("*.flock")) if folder.is_dir() else []:
-        with path.open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                held.append(f"{path.name} by process {file.read(32).decode().strip() or '?'}")
-            else:
-                left += 1
+        try:
+            with path.open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    held.append(f"{path.name} by process {file.read(32).decode().strip() or '?'}")
+                else:
+                    left += 1
+        except OSError as error:
+            held.append(f"{path.name}, perhaps: {error.strerror}")
     links = list(folder.glob("*.lock")) if folder.is_dir() else []  # Optuna's own
     told = [f"held: {', '.join(held)}"] if held else []
     told += [f"{left} free"] if left else []
@@ -163,4 +170,6 @@ def _environment() -> Iterator[Check]:
     for name in ("HP_KERNEL_CONFIGS", "HP_PREFLIGHT", "OMP_NUM_THREADS", "MASTER_ADDR"):
         if os.environ.get(name):
             yield Check(name, "ok", os.environ[name])
-    yield Check("terminal", "ok", "yes" if sys.stdout.isatty() else "no")
+    out = "a terminal: tables in its width" if sys.stdout.isatty() else "no terminal: plain text"
+    err = "a terminal: long work shows a bar" if sys.stderr.isatty() else "no terminal: no bar"
+    yield Check("terminal", "ok", f"stdout is {out}; stderr is {err}")

@@ -62,6 +62,8 @@ def _json_object(
         value = json.loads(text, object_pairs_hook=pairs, parse_constant=lambda _: None)
     except json.JSONDecodeError as error:
         raise UsageError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from None
+    except RecursionError:
+        raise UsageError(f"{path}: must not be nested so deeply") from None
     if not isinstance(value, dict):
         raise UsageError(f"{path}: must hold a JSON object, not {type(value).__name__}")
     return value
@@ -75,26 +77,25 @@ def load_yaml(path: Path) -> tuple[dict[str, Any], Positions]:
 def _yaml_mapping(path: Path, text: str) -> tuple[dict[str, Any], Positions]:
     import yaml
 
+    positions: dict[tuple[str | int, ...], tuple[int, int]] = {}
     try:
         # libyaml is ten times as fast, where it was built in
         node = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        value = None if node is None else _build(path, node, (), positions)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or error
         raise UsageError(f"{path}{place}: not YAML: {problem}") from None
-    positions: dict[tuple[str | int, ...], tuple[int, int]] = {}
-    value = None if node is None else _build(path, node, (), positions)
+    except RecursionError:
+        raise UsageError(f"{path}: must not be nested so deeply, or hold itself") from None
     if not isinstance(value, dict):
         raise UsageError(f"{path}: must hold a YAML mapping")
     return value, positions
 
 
 def load_table(path: Path) -> tuple[dict[str, Any], Positions]:
-    """Return the mapping in a YAML, JSON or TOML file, by its ending, and where its keys stand.
-
-    TOML's reader tells no places: those of keys in braces are not known.
-    """
+    """Return the mapping in a YAML, JSON or TOML file, by its ending, and where its keys stand."""
     if path.suffix.lower() == ".toml":
         return _load_toml(path)
     if path.suffix.lower() != ".json":
@@ -109,6 +110,8 @@ def _load_toml(path: Path) -> tuple[dict[str, Any], Positions]:
     import re
     import tomllib
 
+    from hp_tune.toml_places import key_places
+
     text = _read(path)
     try:
         value = tomllib.loads(text)
@@ -116,18 +119,7 @@ def _load_toml(path: Path) -> tuple[dict[str, Any], Positions]:
         said, _, place = str(error).partition(" (at ")
         numbers = "".join(f":{number}" for number in re.findall(r"\d+", place))
         raise UsageError(f"{path}{numbers}: not TOML: {said}") from None
-    positions: dict[tuple[str | int, ...], tuple[int, int]] = {}
-    table: tuple[str, ...] = ()
-    for number, line in enumerate(text.splitlines(), start=1):
-        header = re.match(r"\s*\[\s*([\w.-]+)\s*\]", line)
-        key = re.match(r'\s*([\w.-]+|"[^"]*")\s*=', line)
-        if header is not None:
-            table = tuple(header[1].split("."))
-            positions[table] = (number, header.start(1) + 1)
-        elif key is not None:
-            at = (*table, *key[1].strip('"').split("."))
-            positions.setdefault(at, (number, key.start(1) + 1))
-    return value, positions
+    return value, key_places(text)
 
 
 def yaml_scalar(value: str | float | bool | None) -> str:
@@ -228,4 +220,8 @@ def _build(
             items.append(_build(path, item, (*at, index), positions))
         return items
     loader: Any = yaml.SafeLoader  # its methods carry no types
-    return loader("").construct_object(node)
+    try:
+        return loader("").construct_object(node)
+    except ValueError as error:  # the 30th of February
+        line, column = node.start_mark.line + 1, node.start_mark.column + 1
+        raise UsageError(f"{path}:{line}:{column}: {node.value!r}: {error}") from None

@@ -150,8 +150,13 @@ def test_nothing_valid_is_exit_three_with_the_whole_table(
         ([*SEARCH, "--layout", "BSH"], 2, "must have a dim of heads"),
         ([*SEARCH, "--out", "none/plan.json"], 2, "cannot be written"),
         (["search"], 2, "Missing option '--model'"),
-        (["serch"], 2, "No such command 'serch'"),
+        (["serch"], 2, "No such command 'serch'; did you mean 'search'?"),
+        (["sarch", "--model", "x"], 2, "did you mean 'search'?"),
+        (["tune"], 2, "No such command 'tune'; commands: search, explain, report, show"),
+        ([*SEARCH, "--modle", "x"], 2, "--model"),
         (["presets", "nothing"], 2, "there is no preset 'nothing'"),
+        (["presets", "qwen2.5-7"], 2, "did you mean Qwen2.5-7B? presets: "),
+        (["kernels"], 2, "--device must say where launches are tried"),
         (["show", "none.json"], 2, "there is no plan or study none.json"),
     ],
 )
@@ -300,3 +305,10 @@ def test_a_killed_search_resumes_with_nothing_lost_or_repeated(folder: Path) -> 
     points = Counter(t.user_attrs["point"] for t in read_study(folder / "s.journal")[2])
     assert set(points.values()) == {1}
     assert f"space    {len(points)} points" in out
+
+
+def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the package, or that it is a checkout."""
+    code, out, err = run(capsys, "--version")
+    assert (code, err) == (0, "")
+    assert out.startswith("hp-tune ")

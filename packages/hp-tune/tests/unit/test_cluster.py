@@ -119,6 +119,16 @@ def test_broken_and_missing_files_are_one_sentence(tmp_path: Path) -> None:
     path.write_text("- 1\n")
     with pytest.raises(UsageError, match="must hold a YAML mapping"):
         read_cluster(path)
+    for text, said in (
+        ("name: &x [*x]\n", "nested so deeply, or hold itself"),
+        ("name: !!python/object:os.system x\n", "not YAML: could not determine a constructor"),
+        ("extends: hgx-h100\nname: 2026-02-30\n", r"c.yaml:2:7: .2026-02-30.: day"),
+        ("extends: hgx-h100\ntiers:\n", "tiers: Input should be"),
+        ("extends: hgx-h100\ntiers: {a: 1}\n", "tiers: Input should be"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=said):
+            read_cluster(path)
     with pytest.raises(UsageError, match="did you mean hgx-h100"):
         read_cluster("hgx-h10")
 

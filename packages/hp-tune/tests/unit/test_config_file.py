@@ -163,6 +163,26 @@ def test_a_wrong_value_in_the_environment_is_said_to_be_there(
     assert (code, wrong in err, where in err) == (2, True, False)
 
 
+def test_a_variable_of_no_option_is_told_with_the_nearest_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, on stderr, and the search is done; what a training script reads is none of them."""
+    Path("c.yaml").write_text(YAML)
+    monkeypatch.setenv("HP_TUNE_MAX_TRAILS", "3")
+    monkeypatch.setenv("HP_TUNE_PLAN", "plan.json")
+    monkeypatch.setenv("HP_TUNE_PLAN_DIGEST", "abc")
+    monkeypatch.setenv("HP_TUNE_ZZZ", "1")
+    code, out, err = run(capsys, "search", "--config", "c.yaml", "--json")
+
+    assert (code, json.loads(out)["plan"]) == (0, "plan.json")
+    assert err.splitlines() == [
+        "hp-tune: HP_TUNE_MAX_TRAILS is set, and no option has this variable; did you mean "
+        "HP_TUNE_MAX_TRIALS?",
+        "hp-tune: HP_TUNE_ZZZ is set, and no option has this variable",
+    ]
+    assert run(capsys, "search", "--config", "c.yaml", "--quiet")[2] == ""
+
+
 def test_hosts_in_a_variable_are_split_at_semicolons(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command of a host has spaces in it."""
     monkeypatch.setenv("HP_TUNE_HOST", "ssh node0;ip netns exec hp1")
@@ -238,6 +258,11 @@ def test_places_in_json_and_toml() -> None:
         ("c.json", JSON.replace('"batch"', '"layout"'), r"c.json:11:3: key 'layout' appears twice"),
         ("c.toml", TOML.replace("batch", "bach"), "c.toml:8:1: unknown key 'workload.bach'"),
         ("c.toml", TOML.replace("l.cp", "l.pc"), "c.toml:4:1: unknown key 'parallel.pc'"),
+        (
+            "c.toml",
+            TOML.replace("parallel.cp = 8", "parallel = { pc = 8 }"),
+            "c.toml:4:14: unknown key 'parallel.pc'",
+        ),
         ("c.toml", TOML.replace("[search]", "[serch]"), "c.toml:12:2: unknown key 'serch'"),
         ("c.toml", TOML.replace("batch = 1", "batch = "), "c.toml:8:9: not TOML: Invalid value"),
         ("c.toml", TOML.replace("batch", "seq"), r"c.toml:8:\d+: not TOML: Cannot overwrite"),

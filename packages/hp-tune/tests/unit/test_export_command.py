@@ -16,8 +16,15 @@ import yaml
 import hp_cp
 import hp_dsa
 from hp_tune.cli import main
+from hp_tune.clusters.cluster_files import read_cluster
+from hp_tune.measured.result import Measured
+from hp_tune.models.hf_config import read_model
 from hp_tune.plans.plan_file import load
+from hp_tune.searching.engine import search
 from hp_tune.study.journal import locked
+from hp_tune.workload import Config, Workload
+
+from ._fake_measurer import FakeMeasurer
 
 QWEN = ["search", "--model", "Qwen2.5-7B", "--cluster", "atlas-800t-a2", "--cp", "8"]
 SEARCH = [*QWEN, "--seq", "64K", "--study", "s.journal"]
@@ -173,6 +180,8 @@ def test_recorded_measurements_are_scored(capsys: pytest.CaptureFixture[str]) ->
     (found,) = json.loads(out)["cases"]
     assert (code, found["regret"], found["unknown"]) == (0, 0.0, ["ring"])
     assert found["order"] == pytest.approx(2 / 3)
+    both = json.loads(run(capsys, "validate", "a.json", "--against", "a.json", "--json")[1])
+    assert both["valid"] and both["cases"] == [found], "one object"
     case["measured_ms"]["hybrid u=4"] = 80.0  # type: ignore[index]
     Path("a.json").write_text(json.dumps(file))
     code, out, err = run(capsys, "validate", "--against", "a.json")
@@ -197,6 +206,9 @@ def test_doctor_says_what_is_there_and_fails_for_what_is_wrong(
             "torchrun", "ip", "tc", "study folder", "study locks"} <= set(found)  # fmt: skip
     assert "held: x.journal.flock by process" in found["study locks"]["found"]
     assert "gloo" in found["backends"]["found"]
+    assert found["terminal"]["found"] == (
+        "stdout is no terminal: plain text; stderr is no terminal: no bar"
+    )
     monkeypatch.setenv("HP_TUNE_PLAN", "none.json")
     code, out, err = run(capsys, "doctor")
     assert (code, "HP_TUNE_PLAN: not as needed" in err) == (5, True)
@@ -223,3 +235,32 @@ def test_wrong_use_is_one_message(
     run(capsys, *SEARCH)
     found, out, err = run(capsys, *arguments)
     assert (found, text in err, out) == (code, True, ""), err
+
+
+def test_show_prints_the_style_of_each_kind_of_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    """And of each boundary of sparse attention: what `styles_dict` gives."""
+    run(capsys, "search", "--model", "gemma-4-26B-A4B", "--cluster", "hgx-h100", "--cp", "8",
+        "--seq", "32K", "--space", "halo=1 u=1 lb=on")  # fmt: skip
+    out = run(capsys, "show")[1]
+
+    assert "  attention: ContextParallel {'seq_dim': 1, " in out
+    assert "  sliding_attention: ContextParallel {'seq_dim': 1, " in out
+    assert "'sliding_window': 1024}" in out
+
+
+def test_a_failed_trial_says_why_wherever_it_is_shown(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    """The class of its failure and the reason, in the table and when it is asked for."""
+    model, cluster = read_model("Qwen2.5-7B"), read_cluster("atlas-800t-a2")
+    lost = Config(ulysses_degree=4)
+    search(
+        model, cluster, Workload(seq_len=65536, cp_size=8), mode="measured", overlap=False,
+        study=folder / "m.journal",
+        measurer=FakeMeasurer(failures={lost: Measured("oom", "rank 3 ran out of memory")}),
+    )  # fmt: skip
+
+    out = run(capsys, "show", "m.journal")[1]
+    assert "oom: rank 3 ran out of memory" in " ".join(out.split())
+    out = run(capsys, "show", "m.journal", "--why-miss", "hybrid u=4")[1]
+    assert out == "hybrid u=4: oom: rank 3 ran out of memory\n"

@@ -215,6 +215,14 @@ def test_missing_fields_are_listed_with_the_aliases_tried() -> None:
         ({"num_key_value_heads": 5}, r"heads \(12\) must be divisible by KV heads \(5\)"),
         ({"layer_types": ["full_attention"]}, r"layer_types has 1 entries for 4 layers"),
         ({"layer_types": ["spiral"] * 4}, r"layer type \('spiral'\) is unknown"),
+        ({"num_hidden_layers": 1e9}, r"layers \(1000000000\) must be at most 10000"),
+        ({"num_attention_heads": 1e400}, r"num_attention_heads \(inf\) must be a whole number"),
+        ({"sliding_window": -1}, r"sliding_window \(-1\) must be a whole number"),
+        ({"index_topk": 0}, r"a field of its config.json must have a form that is known: .*index_"),
+        ({"layer_types": 4}, r"a field of its config.json must have a form that is known: .*len"),
+        ({"block_configs": ["full"] * 4}, r"must have a form that is known: 'str' object"),
+        ({"compress_ratios": ["x"] * 4}, r"must have a form that is known: invalid literal"),
+        ({"linear_attn_config": {"full_attn_layers": 3}}, r"must have a form that is known: 'int'"),
     ],
 )
 def test_contradictions_are_refused(fields: dict[str, Any], text: str) -> None:

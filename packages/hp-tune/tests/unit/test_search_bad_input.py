@@ -144,3 +144,35 @@ def test_the_same_seed_gives_the_same_study_and_plan(capsys: pytest.CaptureFixtu
 
     assert Path("a.json").read_bytes() == Path("b.json").read_bytes()
     assert trials[0] == trials[1]
+
+
+def test_a_model_without_attention_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    """There is nothing to choose, and nothing is divided by a time of nought."""
+    config = {
+        "model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "layer_types": ["linear_attention"] * 2,
+    }  # fmt: skip
+    Path("config.json").write_text(json.dumps(config))
+    for command in (("search",), ("explain",), ("report",), ("search", "--mode", "measured")):
+        code, _, err = run(capsys, command[0], "--model", "config.json", *QWEN[3:], "--seq", "64K",
+                           *command[1:])  # fmt: skip
+        assert (code, "must have a layer that context parallelism touches" in err) == (2, True)
+    assert not Path("plan.json").exists()
+
+
+def test_what_would_never_end_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks by the million, a million documents in a sequence."""
+    Path("h.txt").write_text("2 1\n4 1\n")
+    words = ("search", "--model", "Qwen2.5-7B", "--cluster", "hgx-h100")
+    for more, text in (
+        (("--cp", "1024M", "--seq", "2048M"), "--cp (1073741824) must be at most 16384"),
+        (("--cp", "8", "--world", "1024M", "--seq", "64K"), "--world (1073741824) must be at most"),
+        (
+            ("--cp", "8", "--seq", "1M", "--documents", "h.txt"),
+            "at most 100000 documents, and they",
+        ),
+    ):
+        code, _, err = run(capsys, *words, *more)
+        assert (code, text in err) == (2, True), err

@@ -206,9 +206,23 @@ def test_a_budget_is_exit_four_and_a_second_worker_ends_the_search(
     assert plan() == undisturbed
 
 
-def test_two_processes_share_a_database(undisturbed: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        "sqlite:///study.db",
+        pytest.param(
+            os.environ.get("TEST_DATABASE_URL", ""),
+            marks=pytest.mark.skipif(
+                "TEST_DATABASE_URL" not in os.environ,
+                reason="TEST_DATABASE_URL must name an empty database, such as "
+                "postgresql+psycopg://postgres@localhost/test",
+            ),
+            id="server",
+        ),
+    ],
+)
+def test_two_processes_share_a_database(undisturbed: dict[str, Any], url: str) -> None:
     """`--storage`: made once, points run once, no lock is left behind."""
-    url = "sqlite:///study.db"
     workers = [start("--storage", url, seconds=0.05, out=f"{i}.json") for i in range(2)]
     results = [finish(worker) for worker in workers]
 
@@ -221,6 +235,7 @@ def test_two_processes_share_a_database(undisturbed: dict[str, Any]) -> None:
         TrialState.COMPLETE: POINTS, TrialState.PRUNED: 4
     }  # fmt: skip
     assert all(plan(f"{i}.json") == undisturbed for i in range(2))
+    optuna.delete_study(study_name=name, storage=storage)
     storage.engine.dispose()
 
 

@@ -271,7 +271,10 @@ def test_variants_are_searched_recorded_and_handed_to_the_style(tmp_path: Path) 
     assert "head_groups" in parted.message
     documents = ((4096, 1.0),)
     packed = first(model(32, 32), Config(ulysses_degree=1, load_balance=True), documents=documents)
-    assert packed.rule == "V06"
+    assert (packed.rule, "ulysses_degree above 1" in packed.hint) == ("V06", True)
+    config = Config(ulysses_degree=2, balance_hybrid=True)
+    packed = first(model(32, 32), config, documents=documents)
+    assert (packed.rule, packed.hint) == ("V06", "leave balance_hybrid off")
     refetch = first(model(32, 32), Config(ulysses_degree=8, keep_kv=False))
     assert refetch.rule == "V15"
 

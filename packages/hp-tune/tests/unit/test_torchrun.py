@@ -130,3 +130,10 @@ def test_an_address_is_asked_of_the_first_host(tmp_path: Path) -> None:
     command, _ = told._commands("toy", Path("f"), 0.0)[1]
     assert command[command.index("--master-addr") + 1] == "10.9.9.1"
     assert sys.executable in command
+
+
+def test_a_host_that_cannot_be_asked_for_its_address_is_wrong_use(tmp_path: Path) -> None:
+    """The first of several must say it; the sentence shows what a host looks like."""
+    launcher = Launcher(hosts=("no-such-command-here", ""))
+    with pytest.raises(UsageError, match=r"cannot be asked for its address.*; a host is a command"):
+        launcher.run("toy", {}, folder=tmp_path / "job", timeout=5)

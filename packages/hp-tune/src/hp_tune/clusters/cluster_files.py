@@ -66,8 +66,8 @@ def _load(path: Path, below: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Pos
     inherited, _ = _load(found, chain)
     merged = _merged(inherited, data)
     # a tier's place in the merged list differs from its place in the file
-    names = [tier.get("name") for tier in merged.get("tiers", []) if isinstance(tier, Mapping)]
-    own = data.get("tiers", [])
+    names = [tier.get("name") for tier in merged.get("tiers") or [] if isinstance(tier, Mapping)]
+    own = data.get("tiers") or []
     moved: dict[tuple[str | int, ...], tuple[int, int]] = {}
     for key, place in positions.items():
         if len(key) > 1 and key[0] == "tiers" and isinstance(key[1], int):
@@ -93,7 +93,7 @@ def _merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any
 
 
 def _merged_tiers(base: list[Any], change: list[Any]) -> list[Any]:
-    found = {tier.get("name"): tier for tier in base}
+    found = {tier.get("name"): tier for tier in base if isinstance(tier, Mapping)}
     for tier in change:
         name = tier.get("name") if isinstance(tier, Mapping) else None
         found[name] = _merged(found[name], tier) if name in found else tier

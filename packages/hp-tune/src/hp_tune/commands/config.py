@@ -18,7 +18,15 @@ from hp_mesh.checks import nearest
 from hp_tune.errors import UsageError
 from hp_tune.files import Positions, load_table
 
-__all__ = ["config_option", "is_config", "options_of", "read_config", "take_config", "told_by"]
+__all__ = [
+    "config_option",
+    "is_config",
+    "options_of",
+    "read_config",
+    "strange_variables",
+    "take_config",
+    "told_by",
+]
 
 VERSION = 1
 DESCRIPTIONS = ("model", "cluster")
@@ -37,6 +45,10 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
 REST = "search"
 """The section of all other options."""
 NOT_IN_FILES = ("config", "json", "quiet", "help")
+
+PREFIX = "HP_TUNE_"
+OTHERS = ("HP_TUNE_PLAN", "HP_TUNE_PLAN_DIGEST")
+"""Variables that are no options: what training scripts load, and what `hp-tune export` writes."""
 
 WORDS = {
     ParameterSource.COMMANDLINE: "command line",
@@ -61,7 +73,7 @@ def config_option(command: click.Command) -> click.Command:
     for known in command.params:
         name = known.opts[0].removeprefix("--")
         if name not in ("json", "help"):
-            known.envvar = f"HP_TUNE_{name.replace('-', '_').upper()}"
+            known.envvar = f"{PREFIX}{name.replace('-', '_').upper()}"
     return command
 
 
@@ -95,6 +107,24 @@ def told_by(context: click.Context) -> dict[str, str]:
         source = context.get_parameter_source(option.name) if option.name else None
         if source in WORDS:
             found[option.opts[0].removeprefix("--")] = WORDS[source]
+    return found
+
+
+def strange_variables(command: click.Command, environment: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each variable ``HP_TUNE_...`` that nothing reads, with the nearest.
+
+    Args:
+        command: ``search``, whose options have variables.
+        environment: Of this process.
+    """
+    known = {str(option.envvar) for option in command.params if option.envvar} | set(OTHERS)
+    names = [name.removeprefix(PREFIX) for name in sorted(known)]
+    found = []
+    for name in sorted(environment):
+        if name.startswith(PREFIX) and name not in known:
+            close = nearest(name.removeprefix(PREFIX), names)
+            way_out = f"; did you mean {PREFIX}{close}?" if close else ""
+            found.append(f"{name} is set, and no option has this variable{way_out}")
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -171,5 +172,6 @@ def is_study(path: Path) -> bool:
 
 
 def tell(sentence: str) -> None:
-    """Say a sentence on stderr while a command runs."""
-    click.echo(f"hp-tune: {sentence}", err=True)
+    """Say a sentence on stderr while a command runs; the work goes on where nobody reads it."""
+    with suppress(OSError):
+        click.echo(f"hp-tune: {sentence}", err=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from hp_mesh.checks import nearest
 from hp_tune.commands.options import json_option
 from hp_tune.errors import UsageError
 
@@ -27,5 +28,9 @@ def presets(name: str | None, as_json: bool) -> None:
     elif name.lower() in {known.lower() for known in model_presets()}:
         render.model(read_model(name), as_json)
     else:
-        known = ", ".join([*model_presets(), *cluster_presets()])
-        raise UsageError(f"there is no preset {name!r}", f"presets: {known}")
+        known = {one.lower(): one for one in (*model_presets(), *cluster_presets())}
+        close = nearest(name.lower(), known)
+        guess = f"did you mean {known[close]}? " if close else ""
+        raise UsageError(
+            f"there is no preset {name!r}", f"{guess}presets: {', '.join(known.values())}"
+        )

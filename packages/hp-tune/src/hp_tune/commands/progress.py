@@ -6,7 +6,7 @@ import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-import click
+from hp_tune.commands.options import tell
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -48,7 +48,7 @@ class Bar:
         if self._quiet:
             return
         if self._shown is None:
-            click.echo(f"hp-tune: {sentence}", err=True)
+            tell(sentence)
         else:
             console = self._shown[0].console
             console.print(f"hp-tune: {sentence}", markup=False, highlight=False, soft_wrap=True)

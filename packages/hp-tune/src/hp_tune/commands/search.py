@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hp_tune.commands.config import config_option, told_by
+from hp_tune.commands.config import config_option, strange_variables, told_by
 from hp_tune.commands.options import (
     count_option,
     counts_option,
@@ -113,6 +114,8 @@ def search(**options: Any) -> None:
     budget = Budget(options["budget"], options["max_trials"])
     study = partial(_study_path, model, cluster, options, len(lengths) > 1)
     with Bar("searching", quiet=options["quiet"]) as bar:
+        for sentence in strange_variables(search, os.environ):
+            bar.tell(sentence)
         found = search_lengths(
             model, cluster, workload, lengths,
             study=study,
@@ -126,12 +129,14 @@ def search(**options: Any) -> None:
     if found.plan is not None:
         write(found.plan, options["out"])
     out = None if found.plan is None else options["out"]
-    if options["as_json"]:
-        render_search.as_json(found, out, told_by(click.get_current_context()))
-    else:
-        render_search.as_text(found, out)
-    if found.error is not None:
-        raise found.error
+    try:
+        if options["as_json"]:
+            render_search.as_json(found, out, told_by(click.get_current_context()))
+        else:
+            render_search.as_text(found, out)
+    finally:  # also where the reader of what is printed has gone
+        if found.error is not None:
+            raise found.error
 
 
 def config_says(path: Path) -> tuple[str, list[str]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from hp_tune.commands.options import json_option
-from hp_tune.errors import AcceptanceError, InvalidFilesError, UsageError
+from hp_tune.errors import AcceptanceError, InvalidFilesError, TuneError, UsageError
+from hp_tune.printing.tables import new_console, new_table, print_json
 
 __all__ = ["validate"]
 
@@ -30,21 +32,26 @@ def validate(files: tuple[Path, ...], against: Path | None, as_json: bool) -> No
     """
     if not files and against is None:
         raise UsageError("there must be a file to check", "hp-tune validate FILE...")
-    if files:
-        _check(files, as_json)
-    if against is not None:
-        _score(against, as_json)
+    found: dict[str, Any] = {}
+    wrong: TuneError | None = _check(files, found, as_json) if files else None
+    if wrong is None and against is not None:
+        wrong = _score(against, found, as_json)
+    if as_json:
+        print_json(found)
+    if wrong is not None:
+        raise wrong
 
 
-def _check(files: tuple[Path, ...], as_json: bool) -> None:
-    from hp_tune.printing.tables import new_console, new_table, print_json
+def _check(
+    files: tuple[Path, ...], found: dict[str, Any], as_json: bool
+) -> InvalidFilesError | None:
+    """Add what the files are to ``found``, or print it; return the error that they amount to."""
     from hp_tune.validate import check_file, verdict_json
 
     verdicts = [check_file(path) for path in files]
     wrong = [verdict.error for verdict in verdicts if verdict.error is not None]
-    if as_json:
-        print_json({"valid": not wrong, "files": [verdict_json(verdict) for verdict in verdicts]})
-    else:
+    found |= {"valid": not wrong, "files": [verdict_json(verdict) for verdict in verdicts]}
+    if not as_json:
         table = new_table("file", "kind", "", "what")
         for verdict in verdicts:
             error = verdict.error
@@ -53,18 +60,19 @@ def _check(files: tuple[Path, ...], as_json: bool) -> None:
             for note in verdict.notes:
                 table.add_row("", "", "note", note)
         new_console().print(table)
-    if wrong:
-        raise InvalidFilesError(
-            f"{len(wrong)} of {len(files)} files cannot be used: {wrong[0].message}",
-            wrong[0].hint,
-            wrong[0].exit_code,
-        )
+    if not wrong:
+        return None
+    return InvalidFilesError(
+        f"{len(wrong)} of {len(files)} files cannot be used: {wrong[0].message}",
+        wrong[0].hint,
+        wrong[0].exit_code,
+    )
 
 
-def _score(path: Path, as_json: bool) -> None:
+def _score(path: Path, found: dict[str, Any], as_json: bool) -> AcceptanceError | None:
+    """Add how the recorded times are predicted to ``found``, or print it; return an error."""
     from hp_tune.acceptance import mean_regret, read_acceptance, score
     from hp_tune.commands.progress import Bar
-    from hp_tune.printing.tables import new_console, new_table, print_json
 
     accepted = read_acceptance(path)
     scores = []
@@ -73,18 +81,18 @@ def _score(path: Path, as_json: bool) -> None:
             bar.step(case.name, done, len(accepted.cases))
             scores.append(score(case))
     mean, limit = mean_regret(scores), accepted.max_mean_regret
-    if as_json:
-        rows = [{"case": s.case, "pick": s.pick, "best": s.best, "regret": s.regret,
-                 "order": s.order, "unknown": list(s.unknown)} for s in scores]  # fmt: skip
-        print_json({"mean_regret": mean, "max_mean_regret": limit, "cases": rows})
-    else:
+    rows = [{"case": s.case, "pick": s.pick, "best": s.best, "regret": s.regret,
+             "order": s.order, "unknown": list(s.unknown)} for s in scores]  # fmt: skip
+    found |= {"mean_regret": mean, "max_mean_regret": limit, "cases": rows}
+    if not as_json:
         table = new_table("case", "pick", "best measured", "regret", "pairs in order", "unknown")
         for s in scores:
             table.add_row(s.case, s.pick, s.best, f"{s.regret:.1%}", f"{s.order:.0%}",
                           ", ".join(s.unknown))  # fmt: skip
         new_console().print(table, f"mean regret {mean:.1%}, at most {limit:.1%}")
-    if mean > limit:
-        raise AcceptanceError(
-            f"mean regret ({mean:.1%}) must be at most {limit:.1%}",
-            "measure the cluster with `hp-tune profile`",
-        )
+    if mean <= limit:
+        return None
+    return AcceptanceError(
+        f"mean regret ({mean:.1%}) must be at most {limit:.1%}",
+        "measure the cluster with `hp-tune profile`",
+    )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from hp_tune.commands.options import tell
 from hp_tune.commands.progress import Bar
 from hp_tune.errors import NoConfigurationError, UsageError, WrongResultError
 
@@ -44,7 +45,7 @@ def _number_option(
 @click.command()
 @click.option(
     "--device",
-    required=True,
+    default=None,
     metavar="NAME",
     help="cuda, cuda:1, cuda-sm90, npu, an Ascend like ascend910b3, or cpu (correctness only).",
 )
@@ -87,6 +88,12 @@ def kernels(**options: Any) -> None:
     from hp_tune.kernels.devices import Asked
     from hp_tune.kernels.tuning import Settings, Tuned, tune
 
+    if options["device"] is None:
+        raise UsageError(
+            "--device must say where launches are tried",
+            "cuda or npu measures there; cpu checks that they are right, and "
+            "ascend910b3 --compile-only ranks them, without a device",
+        )
     asked = Asked.parse(options["device"])
     mode = _mode(asked, options["compile_only"])
     names = shapes.kernels(options["kernel"])
@@ -241,7 +248,7 @@ def _end(settings: Settings, found: Sequence[Tuned]) -> None:
             raise WrongResultError(
                 f"{wrong} of {total} launches are not right on cpu", "their reasons are above"
             )
-        _tell(f"all {total} launches are right; nothing was tuned, for --device is cpu")
+        tell(f"all {total} launches are right; nothing was tuned, for --device is cpu")
         return
     without = [f"{one.kernel} at {one.shape}" for one in found if one.best is None]
     if without:
@@ -249,7 +256,3 @@ def _end(settings: Settings, found: Sequence[Tuned]) -> None:
             f"no launch works on {settings.facts.name} for {', '.join(without)}",
             "the reasons are above; the default launch is used there",
         )
-
-
-def _tell(sentence: str) -> None:
-    click.echo(f"hp-tune: {sentence}", err=True)

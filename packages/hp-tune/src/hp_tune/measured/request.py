@@ -6,7 +6,6 @@ No torch and no pydantic: the ranks of a job start in the time of their imports.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -217,8 +216,3 @@ def check_length(request: JobRequest) -> int:
     if request.seq_len <= max(request.protocol.check_tokens, multiple):
         return request.seq_len
     return max(1, request.protocol.check_tokens // multiple) * multiple
-
-
-def labels(styles: Sequence[StyleCall]) -> str:
-    """Return the labels in one line."""
-    return ", ".join(style.label for style in styles)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hp_mesh.checks import nearest
-from hp_tune.errors import UsageError
+from hp_tune.errors import TuneError, UsageError
 from hp_tune.files import load_json, sha256
 from hp_tune.models.hf_fields import (
     ACTIVE_EXPERTS,
@@ -43,6 +43,7 @@ DTYPES: dict[str, Dtype] = {
     "float": "fp32",
     "float64": "fp64",
 }
+MOST_LAYERS = 10_000
 SOURCE_KEY = "_source"
 """In presets only: where the numbers were read."""
 
@@ -78,7 +79,20 @@ def read_model(source: str | Path) -> Model:
 
 def model_from_config(config: Mapping[str, Any], name: str) -> Model:
     """Return the model that ``config`` (a parsed ``config.json``) describes."""
-    config = dict(config)
+    try:
+        return _described(dict(config), name)
+    except TuneError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
+        # a list where others have a number, say: no family that is known writes it so
+        said = str(error).strip().replace("\n", " ")
+        raise UsageError(
+            f"{name}: a field of its config.json must have a form that is known: {said}",
+            "compare it with `hp-tune presets`, or with a model of its family",
+        ) from None
+
+
+def _described(config: dict[str, Any], name: str) -> Model:
     source = str(config.pop(SOURCE_KEY, ""))
     text, where = text_config(config)
     fields = Fields(text, name)
@@ -87,6 +101,8 @@ def model_from_config(config: Mapping[str, Any], name: str) -> Model:
     hidden = fields.required("hidden size", HIDDEN)
     layers = fields.required("layers", LAYERS, listed_layers(text))
     fields.stop_if_missing(family)
+    if layers > MOST_LAYERS:
+        raise UsageError(f"{name}: layers ({layers}) must be at most {MOST_LAYERS}")
     base = _attention(fields, text, heads, hidden)
     specs = layer_list(fields, text, family, layers, base)
     extra = fields.optional(PREDICTION) or 0

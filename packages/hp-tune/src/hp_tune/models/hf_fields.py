@@ -60,7 +60,7 @@ class Fields:
             if value is None:
                 continue
             whole = isinstance(value, int | float) and not isinstance(value, bool)
-            if not whole or value != int(value) or value < 0:
+            if not whole or not 0 <= value < 2**53 or value != int(value):
                 raise UsageError(f"{self.name}: {alias} ({value!r}) must be a whole number")
             return int(value)
         return None

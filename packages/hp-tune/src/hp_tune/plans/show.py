@@ -16,7 +16,15 @@ if TYPE_CHECKING:
 
     from hp_tune.plans.plan_file import PlanFile
 
-__all__ = ["Row", "front_rows", "rows_of_plan", "rows_of_study", "trial_attributes", "why_miss"]
+__all__ = [
+    "Row",
+    "front_rows",
+    "reason_of",
+    "rows_of_plan",
+    "rows_of_study",
+    "trial_attributes",
+    "why_miss",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +75,7 @@ def rows_of_study(trials: Sequence[FrozenTrial]) -> list[Row]:
     found = []
     for trial in trials:
         has = trial.user_attrs
-        reason = f"{has['rule']}: {has['message']}" if "rule" in has else ""
+        reason = reason_of(trial)
         if not trial.values and not reason:
             reason = f"{trial.state.name.lower()}: it has no time yet"
         terms: dict[str, float] = {}
@@ -88,6 +96,13 @@ def rows_of_study(trials: Sequence[FrozenTrial]) -> list[Row]:
             )
         )
     return sorted(found, key=lambda row: (row.ms is None, row.ms or 0.0, row.label))
+
+
+def reason_of(trial: FrozenTrial) -> str:
+    """Return the rule or the class of failure of a trial with its message; empty without one."""
+    has = trial.user_attrs
+    kind = has.get("rule") or has.get("outcome")
+    return f"{kind}: {has.get('message', '')}" if kind else ""
 
 
 def why_miss(rows: Sequence[Row], label: str) -> list[str]:

@@ -11,6 +11,7 @@ from hp_tune.clusters.cluster import Cluster, Curve, Number
 from hp_tune.cost.memory import GIB
 from hp_tune.models.model import Model
 from hp_tune.plans.plan_file import PlanFile
+from hp_tune.plans.show import reason_of
 from hp_tune.printing.tables import Table, milliseconds, new_console, new_table, print_json
 from hp_tune.searching.engine import Result
 from hp_tune.searching.ranking import Ranked
@@ -190,8 +191,10 @@ def plan(found: PlanFile, as_json: bool) -> None:
         when, table = entry.when, _ms_table()
         console.print(
             f"cp {when.cp_size}, tp {when.tp_size}, sequence {when.seq[0]} to {when.seq[1]}, "
-            f"{entry.layout}: {entry.style_kwargs()}"
+            f"{entry.layout}"
         )
+        for role, spec in entry.style_specs().items():
+            console.print(f"  {role}: {spec.name} {dict(spec.arguments)}")
         for rank, priced in enumerate((entry.best, *entry.alternatives), start=1):
             table.add_row(
                 str(rank), priced.mode,
@@ -225,7 +228,7 @@ def study(
     table = new_table("trial", "config", "state", "ms", "why")
     for trial in ordered:
         found = trial.user_attrs
-        why = f"{found['rule']}: {found['message']}" if "rule" in found else ""
+        why = reason_of(trial)
         value = milliseconds(trial.values[0]) if trial.values else ""
         table.add_row(str(trial.number), str(found.get("label")), trial.state.name, value, why)
     new_console().print(name, table)

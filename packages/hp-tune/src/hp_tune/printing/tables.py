@@ -96,7 +96,13 @@ def _two_texts(objects: Sequence[str | Table]) -> bool:
 def _rich_console(width: int | None) -> Printer:
     from rich.console import Console
 
-    console: Printer = Console(
+    class Quiet(Console):
+        """Of a reader that has gone the caller is told; rich would end the program itself."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    console: Printer = Quiet(
         width=width, markup=False, highlight=False, soft_wrap=False, emoji=False
     )
     return console
@@ -106,7 +112,8 @@ def new_console() -> Printer:
     """Return a console on stdout that colours and interprets nothing."""
     if sys.stdout.isatty():
         return _rich_console(None)
-    return _Plain(int(os.environ.get("COLUMNS", PLAIN_WIDTH)))
+    columns = os.environ.get("COLUMNS", "")
+    return _Plain(int(columns) if columns.isdecimal() and int(columns) else PLAIN_WIDTH)
 
 
 def new_table(*headers: str) -> Table:

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import click
-from rich.console import Console
-from rich.table import Table
-
 from hp_tune.clusters.cluster import Cluster
 from hp_tune.clusters.collective_times import CollectiveTimes
 from hp_tune.cost.cores import stretch
+from hp_tune.printing.tables import new_console, new_table, print_json
 
 __all__ = ["show"]
-
-WIDTH = 120
 
 
 def show(cluster: Cluster, found: Mapping[str, Any], path: Path, *, as_json: bool) -> None:
     """Print the collectives as a table, and how to use the file; or all of it as JSON."""
     if as_json:
         described = cluster.model_dump(mode="json", exclude_none=True)
-        click.echo(json.dumps({"path": str(path), "cluster": described, "found": dict(found)}))
+        print_json({"path": str(path), "cluster": described, "found": dict(found)})
         return
-    console = Console(width=WIDTH)
-    table = Table(box=None, header_style="bold")
-    for head in ("collective", "ranks", "stride", "MiB sent: ms", "GB/s", "cores busy"):
-        table.add_column(
-            head, justify="left" if head in ("collective", "MiB sent: ms") else "right"
-        )
+    console = new_console()
+    table = new_table("collective", "ranks", "stride", "MiB sent: ms", "GB/s", "cores busy")
     for times in cluster.collectives:
         size, ms = times.points[-1]
         busy = "" if times.cpu is None else f"{times.cpu:.0%}"

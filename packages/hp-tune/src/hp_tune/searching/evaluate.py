@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["Evaluated", "Point", "Recompute", "check_inputs", "evaluate"]
 
 Recompute = Literal["auto", "on", "off"]
+MOST_CP, MOST_RANKS, MOST_DOCUMENTS = 2**14, 2**20, 100_000
+"""More take minutes to be priced, one by one, and are a slip of the pen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,19 @@ def check_inputs(cluster: Cluster, workload: Workload) -> None:
             f"--dtype ({workload.dtype}) must be one that {cluster.name} has a peak for",
             f"known: {known}",
         )
+    if workload.cp_size > MOST_CP:
+        raise UsageError(f"--cp ({workload.cp_size}) must be at most {MOST_CP}")
+    if workload.num_ranks > MOST_RANKS:
+        raise UsageError(f"--world ({workload.num_ranks}) must be at most {MOST_RANKS}")
+    if workload.documents is not None:
+        total = sum(weight for _, weight in workload.documents)
+        mean = sum(length * weight for length, weight in workload.documents) / total
+        if workload.seq_len > MOST_DOCUMENTS * mean:
+            raise UsageError(
+                f"--documents: a sequence of {workload.seq_len} must hold at most {MOST_DOCUMENTS} "
+                f"documents, and they are {mean:.3g} long on average",
+                "leave out the shortest ones",
+            )
     outer = cluster.tiers[-1].size
     if outer is not None and workload.num_ranks > outer:
         raise UsageError(
@@ -94,6 +109,12 @@ def evaluate(
             in parts (``kv_chunks``) are searched too; else only if nothing fits without.
     """
     check_inputs(cluster, workload)
+    if not any(layer.exchanges for layer in model.layers):
+        raise UsageError(
+            f"{model.name} must have a layer that context parallelism touches, and has none: all "
+            f"{len(model.layers)} are linear or without attention",
+            "there is nothing to choose",
+        )
     notes = [*model.notes, *_length_note(model, workload), *_linear_note(model)]
     notes += _shared_note(cluster, workload)
     if workload.world_size is None:

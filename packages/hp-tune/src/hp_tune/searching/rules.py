@@ -138,13 +138,16 @@ def _check_kinds(model: Model, workload: Workload, config: Config) -> Rejection 
         if found is not None:
             return found
     if config.balances and workload.documents is not None:
-        option = "load_balance" if config.load_balance else "balance_hybrid"
+        option, way_out = "balance_hybrid", "leave balance_hybrid off"
+        if config.load_balance:
+            option = "load_balance"
+            way_out = "use ulysses_degree above 1, or leave load_balance off"
         return Rejection(
             "V06",
             f"{option} evens out one causal sequence and must not meet packed documents, whose "
             "work it does not know",
             {option: True, "documents": len(workload.documents)},
-            "use ulysses_degree above 1, or leave load_balance off",
+            way_out,
         )
     return None
 

@@ -180,10 +180,11 @@ class DatabasePlace:
                 yield self._storage
             finally:
                 self._storage.delete_study(lock)
-                shield.down()
         except (StorageInternalError, SQLAlchemyError) as error:
             reason = str(error).strip().splitlines()[0]
             raise StudyError(f"--storage {self} cannot be used: {reason}") from None
+        finally:
+            shield.down()
 
     def _opened(self) -> BaseStorage:
         """Open it; another worker may be creating its tables just now."""

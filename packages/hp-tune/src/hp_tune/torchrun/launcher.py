@@ -188,7 +188,10 @@ class Launcher:
                 capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, check=False,
             )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise MissingToolsError(f"{self.backend}: no Python {where}: {error}") from None
+            raise MissingToolsError(
+                f"{self.backend}: no Python {where}: {error}",
+                f"every host must have this one, {sys.executable}",
+            ) from None
         words = found.stdout.split()
         count = int(words[-1]) if found.returncode == 0 and words and words[-1].isdigit() else None
         if count is None:
@@ -278,10 +281,16 @@ def _address(host: str) -> str:
     """Return the address of a node as it sees itself; that of this machine is for itself alone."""
     if not host:
         return "127.0.0.1"
-    found = subprocess.run(
-        on_host(host, ["hostname", "-I"]),
-        capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, check=False,
-    )  # fmt: skip
+    try:
+        found = subprocess.run(
+            on_host(host, ["hostname", "-I"]),
+            capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(
+            f"host {host!r} cannot be asked for its address: {error}",
+            "a host is a command that others can stand behind, such as 'ssh node1'",
+        ) from None
     words = found.stdout.split()
     if found.returncode or not words:
         raise UsageError(
