@@ -98,13 +98,18 @@ class CPBoundary(Boundary[Call]):
         return self.style.use_local_input
 
     @property
-    def exchanges_dense(self) -> bool:
-        """Whether what the all-to-all brings must be dense.
+    def reads_dense(self) -> bool:
+        """Whether heads cut out of a larger tensor must be laid together.
 
-        A gather sends it on; and attention on a CPU reads K and V again for every block of queries:
-        rows that lie apart cost it more than laying them together once.
+        Attention on a CPU reads K and V again for every block of queries: rows that lie apart cost
+        it more than laying them together once.
         """
-        return self.wants_dense or self.plan.mode != "ulysses" or self.mesh.device_type == "cpu"
+        return self.wants_dense or self.mesh.device_type == "cpu"
+
+    @property
+    def exchanges_dense(self) -> bool:
+        """Whether what the all-to-all brings must be dense: a gather sends it on."""
+        return self.reads_dense or self.plan.mode != "ulysses"
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Select q, k, v; check; compare with the other ranks; send; wrap; describe the view."""
@@ -179,7 +184,20 @@ class CPBoundary(Boundary[Call]):
         """Trade sequence for heads, then gather what is left of the sequence of k and v."""
         q, k, v = inputs.locals
         seq_dim, head_dim = inputs.dims
-        if self.ulysses_group is not None:
+        if self.ulysses_group is None:
+            q, k, v = (done(x, work) for x, work in zip(inputs.locals, inputs.works, strict=True))
+        elif inputs.kv_is_whole:
+            q = seq_to_head(
+                q,
+                self.ulysses_group,
+                seq_dim=seq_dim,
+                head_dim=head_dim,
+                dense=self.exchanges_dense,
+                work=inputs.works[0],
+            )
+            place = self.rank % self.plan.ulysses_degree
+            k, v = inputs.own_heads(place, dense=self.reads_dense)
+        else:
             kv_heads = inputs.table.kv_sent
             q, k, v = seq_to_head(
                 (q, k, v),
@@ -190,8 +208,6 @@ class CPBoundary(Boundary[Call]):
                 dense=self.exchanges_dense,
                 work=inputs.works,
             )
-        else:
-            q, k, v = (done(x, work) for x, work in zip(inputs.locals, inputs.works, strict=True))
         if self.colossal_group is not None and not (self.streams_kv or inputs.kv_is_whole):
             self.keep_shards(inputs, k, v)
             k, v = gather_seq((k, v), self.colossal_group, seq_dim=seq_dim, dense=self.wants_dense)

@@ -97,6 +97,7 @@ def describe(
     *,
     num_heads: int,
     local_length: int,
+    kv_length: int,
     head_size: int,
     v_head_size: int,
     batch: int,
@@ -108,32 +109,37 @@ def describe(
     kv_chunks: int = 1,
     sliding_window: int | None = None,
     sink_tokens: int = 0,
+    kv_is_whole: bool = False,
 ) -> Description:
     """Return the description of ``plan`` for one rank; sizes as in `Plan.describe`.
 
-    Heads are those of one group, of which there are ``repeat``.
+    Heads are those of one group, of which there are ``repeat``; ``kv_length`` is the number of rows
+    of K and V that a rank comes with.
     """
     u, c = plan.ulysses_degree, plan.colossal_degree
     parts = kv_chunks if c > 1 else 1
     parts_again = backward_parts(parts, local_length * u)
     co, ds = plan.coordinates(rank)
     token = batch * local_length * element_size  # one feature of this rank's tokens
+    key = batch * kv_length * element_size  # one feature of its keys
+    keys = key if kv_is_whole else key * plan.cp_size  # of all that attention sees
     local_heads = num_heads // u
     received = len(heads.kv_sent[ds])
     seen = received if heads.kv_expand is None else local_heads
     gathered = received if parts == 1 else seen  # what is streamed is as attention sees it
     fetches = sliding_window is not None and c > 1
+    gathers = c > 1 and not fetches and not kv_is_whole
     sent_away = sum(len(kv) for d, kv in enumerate(heads.kv_sent) if d != ds)
     sizes = {"q": head_size, "k": head_size, "v": v_head_size, "out": v_head_size}
 
     # sequence -> heads: this rank's tokens of every other rank's heads leave
-    away = {name: token * sent_away * sizes[name] for name in ("k", "v")}
+    away = {name: key * sent_away * sizes[name] for name in ("k", "v")}
     away |= {name: token * (num_heads - local_heads) * sizes[name] for name in ("q", "out")}
     # heads -> sequence: this rank's heads of every other rank's tokens leave
-    back = {name: token * (u - 1) * received * sizes[name] for name in ("k", "v")}
+    back = {name: key * (u - 1) * received * sizes[name] for name in ("k", "v")}
     back |= {name: token * (u - 1) * local_heads * sizes[name] for name in ("q", "out")}
-    # the Colossal group passes on what this rank holds after the exchange: u * local_length rows
-    passed_on = {name: token * u * gathered * sizes[name] * (c - 1) for name in ("k", "v")}
+    # the Colossal group passes on what this rank holds after the exchange: u * kv_length rows
+    passed_on = {name: key * u * gathered * sizes[name] * (c - 1) for name in ("k", "v")}
     held, sends, fetched = 0, list[int](), list[int]()  # rows of K and V here; rows per message
     if sliding_window is not None and fetches:
         facts = (local_length * u, sliding_window, sink_tokens)
@@ -157,13 +163,13 @@ def describe(
             count = repeat * len(messages)
             rows.append(Collective(phase, "p2p", "colossal", count, "k,v", volume_sent))
 
-    exchanged = ("q", "k", "v") if overlap else ("q,k,v",)
+    exchanged = ("q",) if kv_is_whole else ("q", "k", "v") if overlap else ("q,k,v",)
     swaps = plan.load_balance and mirror_rank(co, c) != co
     swapped_over = "cp" if u == 1 else "colossal"
     if u > 1:
         for names in exchanged:
             add("forward", "all_to_all", "ulysses", names, away)
-    if c > 1 and not fetches:
+    if gathers:
         add("forward", "all_gather", "colossal", "k", passed_on, parts)
         add("forward", "all_gather", "colossal", "v", passed_on, parts)
     add_messages("forward", sends)
@@ -172,7 +178,7 @@ def describe(
         add("forward", "p2p", swapped_over, "out", tail)
     if u > 1:
         add("forward", "all_to_all", "ulysses", "out", back)
-    if c > 1 and parts == 1 and not keep_kv:  # started when the output's gradient arrives
+    if gathers and parts == 1 and not keep_kv:  # started when the output's gradient arrives
         add("backward", "all_gather", "colossal", "k", passed_on)
         add("backward", "all_gather", "colossal", "v", passed_on)
     if u > 1:
@@ -184,7 +190,7 @@ def describe(
         add("backward", "all_gather", "colossal", "k", passed_on, parts_again)
         add("backward", "all_gather", "colossal", "v", passed_on, parts_again)
     add_messages("backward", fetched)
-    if c > 1 and not fetches:
+    if gathers:
         times = parts_again if parts > 1 else 1
         add("backward", "reduce_scatter", "colossal", "k", passed_on, times)
         add("backward", "reduce_scatter", "colossal", "v", passed_on, times)
@@ -192,14 +198,14 @@ def describe(
         for names in exchanged:
             add("backward", "all_to_all", "ulysses", names, back)
 
-    feature = token * u * received  # one feature of the KV rows and heads after the exchange
-    resident = feature * c * (head_size + v_head_size)
-    saved = token * u * (c * seen if keep_kv else received) * (head_size + v_head_size)
+    feature = key * u * received  # one feature of the KV rows and heads after the exchange
+    resident = keys * received * (head_size + v_head_size)
+    saved = (keys * seen if keep_kv or kv_is_whole else feature) * (head_size + v_head_size)
     if parts > 1:
         rows_of_part = -(-local_length * u // parts)
         part = batch * rows_of_part * element_size * gathered * (head_size + v_head_size)
-        resident, saved = 2 * c * part, token * u * gathered * (head_size + v_head_size)
-    kv_sent = token * sum(map(len, heads.kv_sent)) * (head_size + v_head_size)
+        resident, saved = 2 * c * part, key * u * gathered * (head_size + v_head_size)
+    kv_sent = key * sum(map(len, heads.kv_sent)) * (head_size + v_head_size)
     exchange = 2 * token * num_heads * head_size + kv_sent + feature * (head_size + v_head_size)
     gather = resident + feature * c * max(head_size, v_head_size)
     if parts > 1:  # as they arrive they are attended; one slice is on its way, one comes back
@@ -209,6 +215,8 @@ def describe(
         gather = resident + (sum(sends) + sum(fetched)) * (row["k"] + row["v"])
     if u > 1:  # the exchanged q, k, v stay, and K and V are made dense before they are gathered
         gather += token * num_heads * head_size + 2 * feature * (head_size + v_head_size)
+    if kv_is_whole:  # q is exchanged, and the heads of K and V that are needed are cut out
+        exchange, gather = 2 * token * num_heads * head_size + resident, 0
     if swaps:  # tail halves of q and of the output, sent and received
         gather += 2 * tail["q"] + 2 * tail["out"]
     return Description(

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hp_cp.style_arguments import check_cross_attention
 from hp_mesh.checks import divisors, require, require_positive
 
 if TYPE_CHECKING:
     from hp_cp.plan import Plan
 
-__all__ = ["backward_parts", "check_keep_kv", "check_kv_chunks", "check_streamed_style"]
+__all__ = [
+    "backward_parts",
+    "check_keep_kv",
+    "check_kv_chunks",
+    "check_streamed_style",
+    "check_whole_kv",
+    "described_kv_length",
+]
 
 
 def _gathering_degrees(plan: Plan) -> str:
@@ -62,6 +70,45 @@ def check_kv_chunks(plan: Plan, kv_chunks: int, local_length: int | None, *, whe
         f"kv_chunks ({kv_chunks}) must be at most the rows of k that a rank passes on ({rows})",
         f"use kv_chunks={rows} or less",
     )
+
+
+def check_whole_kv(plan: Plan, *, overlap: bool, where: str) -> None:
+    """Refuse k and v that every rank has whole in a style that sends them as soon as they exist."""
+    require(
+        not overlap or plan.cp_size == 1,
+        where,
+        "k and v in AsyncContextParallel must be shards, which it sends as soon as they exist, and "
+        "not whole (Replicate()) on the CP axis",
+        "use ContextParallel, which sends q only, or redistribute them",
+    )
+
+
+def described_kv_length(
+    plan: Plan,
+    kv_seq_len: int,
+    *,
+    is_cross: bool,
+    is_whole: bool,
+    overlap: bool,
+    kv_chunks: int,
+    sliding_window: int | None,
+    head_groups: int,
+    where: str,
+) -> int:
+    """Return how many rows of K and V a rank comes with, or refuse what cannot be described."""
+    check_cross_attention(
+        where,
+        is_cross,
+        load_balance=plan.load_balance,
+        kv_chunks=kv_chunks,
+        sliding_window=sliding_window,
+        balance_hybrid=False,  # a plan says both with load_balance
+        head_groups=head_groups,
+    )
+    if not is_whole:
+        return plan.split_length(kv_seq_len, where)
+    plan.check_whole_kv(overlap=overlap, where=where)
+    return require_positive(where, "kv_seq_len", kv_seq_len)
 
 
 def backward_parts(kv_chunks: int, rows: int) -> int:

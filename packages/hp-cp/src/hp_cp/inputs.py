@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_comm.fingerprint import LocalRows
+from hp_cp.gathers import check_whole_kv
 from hp_cp.heads import HeadTable
 from hp_cp.plan import Plan
-from hp_cp.prepared import Works, describe, read_works
+from hp_cp.prepared import Works, describe, done, read_works
 from hp_cp.style_arguments import resolve_dims
 from hp_mesh.arguments import Slot, find_slots, read_slots
 from hp_mesh.checks import advise_on_shards, fail, require
@@ -60,6 +61,16 @@ class Inputs:
     def kv_is_whole(self) -> bool:
         """Whether k and v came with the whole sequence, so that nothing is to be gathered."""
         return self.layouts[1].is_whole
+
+    def own_heads(self, place: int, *, dense: bool) -> list[Tensor]:
+        """Return the heads of whole k and v that Ulysses rank ``place`` needs; nothing is sent.
+
+        Their gradients are zero elsewhere: what is summed over the ranks is the whole.
+        """
+        heads, head_dim = self.table.kv_sent[place], self.dims[1]  # consecutive ones
+        own = [x.narrow(head_dim, heads[0], len(heads)) for x in self.locals[1:]]
+        own = [done(x, work) for x, work in zip(own, self.works[1:], strict=True)]
+        return [x.contiguous() for x in own] if dense else own
 
     def signature(self) -> dict[str, object]:
         """Return what must be the same on every CP rank, by the name to show."""
@@ -140,11 +151,7 @@ def read_inputs(
             seq_dim,
             name,
             where,
-            # what is sent ahead is gathered: the async style knows no keys that are there already
-            may_be_whole=name != "q"
-            and style.cross_attention
-            and plan.mode == "colossal"
-            and not style.overlaps,
+            may_be_whole=name != "q" and style.cross_attention,
         )
         for name, x in zip(LABELS, tensors, strict=True)
     ]
@@ -155,6 +162,8 @@ def read_inputs(
         "k and v must both be whole (Replicate()) on the CP axis, or both be shards",
         "redistribute one of them",
     )
+    if pairs[1][1].is_whole:
+        check_whole_kv(plan, overlap=style.overlaps, where=where)
     lengths = [x.size(seq_dim) for x in locals_]
     same = lengths[1:] if style.cross_attention else lengths
     if len(set(same)) != 1:

@@ -18,7 +18,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hp_cp.description import Description, describe
-from hp_cp.gathers import check_keep_kv, check_kv_chunks, check_streamed_style
+from hp_cp.gathers import (
+    check_keep_kv,
+    check_kv_chunks,
+    check_streamed_style,
+    check_whole_kv,
+    described_kv_length,
+)
 from hp_cp.halo import check_window, check_window_arguments
 from hp_cp.heads import HeadTable, check_groups, cut_heads, degrees_of
 from hp_cp.style_arguments import check_degree
@@ -182,6 +188,10 @@ class Plan:
         """
         check_kv_chunks(self, kv_chunks, local_length, where=where)
 
+    def check_whole_kv(self, *, overlap: bool, where: str = "ContextParallel") -> None:
+        """Refuse K and V that every rank has whole where they are sent ahead (``overlap``)."""
+        check_whole_kv(self, overlap=overlap, where=where)
+
     def check_window(
         self,
         sliding_window: int | None,
@@ -213,6 +223,8 @@ class Plan:
         kv_chunks: int = 1,
         sliding_window: int | None = None,
         sink_tokens: int = 0,
+        kv_seq_len: int | None = None,
+        kv_is_whole: bool = False,
     ) -> Description:
         """Return the collectives and bytes of one forward and backward on ``rank``.
 
@@ -232,6 +244,10 @@ class Plan:
                 and again in backward; then nothing gathered is kept.
             sliding_window: Keys that a query sees, its own included, where only those are fetched.
             sink_tokens: First keys that it sees as well.
+            kv_seq_len: Length of the sequence of K and V, in tokens, if it is another one (cross
+                attention); None means ``seq_len``.
+            kv_is_whole: Whether every rank has all of K and V already (cross attention to
+                ``Replicate()`` DTensors): they are not sent, and any length will do.
         """
         self.check_keep_kv(keep_kv, where="Plan.describe")
         self.check_window(sliding_window, sink_tokens, where="Plan.describe")
@@ -253,6 +269,17 @@ class Plan:
             overlap=overlap,
             where="Plan.describe",
         )
+        kv_length = described_kv_length(
+            self,
+            seq_len if kv_seq_len is None else kv_seq_len,
+            is_cross=kv_seq_len is not None or kv_is_whole,
+            is_whole=kv_is_whole,
+            overlap=overlap,
+            kv_chunks=kv_chunks,
+            sliding_window=sliding_window,
+            head_groups=head_groups,
+            where="Plan.describe",
+        )
         if head_groups != 1:
             self.check_head_groups(head_groups, num_heads, num_kv_heads, where="Plan.describe")
             num_heads, num_kv_heads = num_heads // head_groups, num_kv_heads // head_groups
@@ -262,6 +289,8 @@ class Plan:
             repeat=head_groups,
             num_heads=num_heads,
             local_length=self.split_length(seq_len, "Plan.describe"),
+            kv_length=kv_length,
+            kv_is_whole=kv_is_whole,
             head_size=head_size,
             v_head_size=head_size if v_head_size is None else v_head_size,
             batch=batch,

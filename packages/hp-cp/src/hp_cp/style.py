@@ -68,9 +68,10 @@ class ContextParallel(BoundaryStyle):
             Under activation checkpointing or other hooks on saved tensors it changes nothing; k
             and v must not be changed in place before backward. Default: True.
         cross_attention: Whether k and v may be shards of another sequence than q, of another length
-            that the CP size divides as well. In Colossal DTensors that are ``Replicate()`` on the
-            CP axis are taken as the whole: nothing is gathered, and their gradients are
-            ``Partial()`` there. Default: False, so that tensors of another layout are noticed.
+            that the CP size divides as well. DTensors that are ``Replicate()`` on the CP axis are
+            taken as the whole, of any length: k and v are not sent (a rank takes the heads that it
+            needs), and their gradients are ``Partial()`` there. Default: False, so that tensors of
+            another layout are noticed.
         kv_chunks: In how many parts K and V are gathered, in Colossal and Hybrid, each while
             attention to the one before it runs; two are in memory at a time, and backward gathers
             them again. Inside, k and v are still the whole sequence, but only
