@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, _utils
+from torch.utils.checkpoint import checkpoint
 
-from hp_comm import count_tokens, global_loss
+from hp_comm import count_tokens, fingerprint, global_loss
 from hp_cp import AsyncContextParallel, ContextParallel, init_device_mesh
 from hp_mesh import next_token_labels, shard_sequence
 from hp_mesh.boundary import boundary_of
-from hp_mesh.testing import assert_close, ranks
+from hp_mesh.testing import assert_close, randn, ranks
 
 from ._llama import (
     BALANCED,
@@ -105,3 +108,61 @@ def test_two_stages_have_the_gradients_of_one_process(
                 assert handoffs and not [name for name, one in handoffs if one.disarmed]
 
     ranks(8).run(run)
+
+
+class Core(nn.Module):
+    """Causal attention on BSHD."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+class Recomputed(nn.Module):
+    """A layer that is computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.core = nn.Linear(12, 36).double(), Core()
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.attend, x, use_reentrant=False)
+        return out
+
+    def attend(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        q, k, v = self.qkv(x).unflatten(-1, (6, 6)).chunk(3, 2)
+        return x + self.core(q, k, v).flatten(2)
+
+
+def test_placeholders_that_are_alike_on_all_ranks_are_no_whole_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch learns shapes from uninitialised memory, forward and backward: computed twice."""
+    fingerprint._warned.clear()
+    monkeypatch.setattr(
+        _utils, "_make_tensor_from_meta", lambda meta, device: randn(*meta.shape, seed=7)
+    )
+    start = [Recomputed(), Recomputed()]
+    whole, target = randn(2, 24, 12, seed=1), randn(2, 24, 12, seed=2)
+    alone = start[1](start[0](whole)) - target
+    start[0].runs = start[1].runs = 0
+
+    def run(rank: int) -> Tensor:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
+        index, losses = mesh.get_local_rank("pp"), list[Tensor]()
+        stage = copy.deepcopy(start[index])
+        ContextParallel().apply(stage.core, mesh["cp"])
+        pipelined = PipelineStage(stage, index, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+        schedule = Schedule1F1B(
+            pipelined, 2, loss_fn=lambda out, y: (out - y).square().sum(), scale_grads=False
+        )
+        if index == 0:
+            schedule.step(shard_sequence(whole, mesh["cp"]))
+            return torch.zeros(())
+        schedule.step(target=shard_sequence(target, mesh["cp"]), losses=losses)
+        assert stage.runs == 2 + 2 * 2, "the placeholders, and two micro-batches"
+        return torch.stack(losses).sum().detach()
+
+    assert_close(sum(ranks(4).run(run)), alone.square().sum().detach(), kind="loss")

@@ -68,7 +68,7 @@ def preflight(
     Raises:
         ValueError: With one text on all ranks. If nothing is compared, ``error``, only here.
     """
-    looks = watch is not None and watch.wants(call_index)
+    looks = watch is not None and watch.begin_call()
     if not _runs(where, group, call_index, looks):
         if error is not None:
             raise error
@@ -83,7 +83,7 @@ def preflight(
     agreed = torch.equal(headers[:, :_DATA_AT], headers[:1, :_DATA_AT].expand(len(headers), -1))
     if agreed and not int(headers[0, 0]):
         if watch is not None and local is not None and looks:
-            watch.take(where, group, local, headers[:, _DATA_AT:_TEXT_AT], call_index)
+            watch.take(where, group, local, headers[:, _DATA_AT:_TEXT_AT])
         return
     rows = [bytes(row) for row in headers.tolist()]
     raise ValueError(_verdict(where, rows, way_out)) from error

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hp_mesh._torch import in_backward
+
 __all__ = ["FINGERPRINT_BYTES", "NO_FINGERPRINT", "LocalRows", "RowsWatch"]
 
 FINGERPRINT_BYTES = 16
@@ -63,26 +65,29 @@ class RowsWatch:
 
     The first call may be one of placeholders: pipelines learn shapes from uninitialised tensors,
     which may well be alike. It can only rule the mistake out, as it does for real shards; if it did
-    not, the second call decides. What follows is not looked at.
+    not, the second call decides. What follows is not looked at. A recomputation is no call of its
+    own: under activation checkpointing pipelines hand the same placeholders over once more.
     """
 
     def __init__(self) -> None:
         self._is_open = True
+        self._calls = 0
 
-    def wants(self, call_index: int) -> bool:
-        """Return whether call ``call_index`` is looked at; the same on all ranks."""
-        return self._is_open and call_index < 2
+    def begin_call(self) -> bool:
+        """Count the call under way and return whether to look at it; the same on all ranks."""
+        if not self._is_open or in_backward():
+            return False
+        self._calls += 1
+        return self._calls <= 2
 
-    def take(
-        self, where: str, group: ProcessGroup, local: LocalRows, found: Tensor, call_index: int
-    ) -> None:
+    def take(self, where: str, group: ProcessGroup, local: LocalRows, found: Tensor) -> None:
         """Take note of the fingerprints of all ranks, ``found`` ``[P, FINGERPRINT_BYTES]``.
 
         Warns once for the group. A warning and no error: a trial whose ranks are seeded alike does
         this on purpose.
         """
         self._is_open = torch.equal(found, found[:1].expand_as(found))
-        if not self._is_open or call_index == 0 or not bool(found.any()) or group in _warned:
+        if not self._is_open or self._calls == 1 or not bool(found.any()) or group in _warned:
             return
         _warned.add(group)
         warnings.warn(

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from hp_comm import preflight, traffic
 from hp_comm.agreement import HEADER_BYTES
@@ -245,6 +246,30 @@ def test_a_first_call_of_placeholders_decides_nothing(first: str) -> None:
     ranks(2).run(lambda rank: _calls(placeholder, randn(2, 6, 3, seed=rank)))
     with pytest.warns(UserWarning, match="must be another part"):
         ranks(2).run(lambda rank: _calls(placeholder, whole))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_of_placeholders_decides_nothing(reentrant: bool) -> None:
+    """A stage with activation checkpointing: the placeholders come again, and then the data."""
+    _warned.clear()
+    placeholder, whole = randn(2, 6, 3), randn(2, 6, 3, seed=9)
+
+    def on(rank: int, real: list[Tensor]) -> None:
+        watch, index = RowsWatch(), iter(range(9))
+
+        def stage(x: Tensor) -> Tensor:
+            rows = LocalRows("v", x, 1)
+            preflight(dist.group.WORLD, "CP", {}, call_index=next(index), watch=watch, local=rows)
+            return x.square()
+
+        for x in (placeholder, real[rank]):
+            leaf = x.clone().requires_grad_()
+            checkpoint(stage, leaf, use_reentrant=reentrant).sum().backward()
+        assert next(index) == 4, "both were computed again"
+
+    ranks(2).run(on, [randn(2, 6, 3, seed=rank) for rank in range(2)])
+    with pytest.warns(UserWarning, match="must be another part"):
+        ranks(2).run(on, [whole, whole])
 
 
 @pytest.mark.parametrize(
