@@ -37,6 +37,7 @@ from hp_cp.windowed_sdpa import windowed_sdpa
 from hp_mesh._torch import from_local, to_local
 from hp_mesh.checks import fail
 from hp_mesh.handlers import register_handler
+from hp_mesh.plain import parts_beside_cp
 from hp_mesh.view import View
 from hp_mesh.window import Range
 
@@ -172,7 +173,7 @@ class _FusionHandler:
                     q,
                     batch_dim=batch_dim,
                     head_dim=dim,
-                    num_heads=num_heads,
+                    parts=parts_beside_cp(view, q, head_dim),
                 )
             if given.get("query_rope") is not None:
                 given["query_rope"] = rows_beside(view, given["query_rope"], q)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from hp_cp.attention import dropout_seed, window_sdpa
 from hp_mesh._torch import from_local, redistribute, to_local
 from hp_mesh.checks import fail
-from hp_mesh.plain import share_of_replicated
+from hp_mesh.plain import cut_head_group, parts_beside_cp, share_of_replicated
 from hp_mesh.view import View
 from hp_mesh.window import AttentionWindow, Range
 
@@ -153,9 +153,7 @@ def local_mask(view: View, mask: Tensor | None, q: DTensor, head_dim: int | None
             "make it a DTensor on the tensor-parallel mesh, or add it to the scores yourself",
         )
     size = q.size(head_dim)
-    group, groups = view.head_group
-    if groups > 1 and mask.size(-3) == groups * size:
-        mask = mask.narrow(-3, group * size, size)
+    mask = cut_head_group(view, mask, mask.ndim - 3, parts_beside_cp(view, q, head_dim))
     foreign = [Replicate() if axis in view.cp_axes else p for axis, p in enumerate(q.placements)]
     start, stop = shard_range(view.mesh, foreign, head_dim, size)
     if mask.size(-3) == stop - start and stop - start != size:
@@ -176,7 +174,7 @@ def beside_scores(
     *,
     batch_dim: int | None,
     head_dim: int,
-    num_heads: int,
+    parts: int,
 ) -> Tensor | None:
     """Return a mask, bias or sinks for this rank's batch and group of heads.
 
@@ -189,7 +187,7 @@ def beside_scores(
         q: The queries.
         batch_dim: Batch dim of ``q``; None if it has none.
         head_dim: Head dim of ``tensor``, negative.
-        num_heads: Query heads of this call, over all ranks.
+        parts: Over how many ranks of axes other than CP the heads of q are cut.
     """
     if tensor is None:
         return None
@@ -200,10 +198,9 @@ def beside_scores(
             for p in q.placements
         ]
         tensor = _as_placed(view, tensor, target, q)
-    group, groups = view.head_group
-    if groups > 1 and tensor.ndim >= -head_dim and tensor.size(head_dim) == groups * num_heads:
-        return tensor.narrow(head_dim, group * num_heads, num_heads)
-    return tensor
+    if tensor.ndim < -head_dim:
+        return tensor
+    return cut_head_group(view, tensor, tensor.ndim + head_dim, parts)
 
 
 def block_seed(view: View, placements: Sequence[Placement], dropout_p: float) -> int | None:

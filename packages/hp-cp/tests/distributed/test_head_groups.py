@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from hp_comm.moves import Pending
-from hp_cp import AsyncContextParallel, make_plan
-from hp_mesh.testing import count_collectives, peak_memory, randn, ranks
+from hp_cp import AsyncContextParallel, init_device_mesh, make_plan
+from hp_mesh.testing import assert_close, count_collectives, peak_memory, randn, ranks
 
-from ._compare import Case, compare
+from ._compare import Case, compare, reference
 from ._cores import Eager, Sdpa
 
 GROUPED = [
@@ -346,3 +348,62 @@ def test_with_kv_gathered_again_backward_holds_few_groups_as_well(groups: int) -
     for part, one in zip(parts, whole, strict=True):
         # gradients of the three shards are the caller's, whole on both sides; not the boundary's
         assert part - 3 * own <= (2 / groups + 0.1) * (one - 3 * own)
+
+
+class PerHead(nn.Module):
+    """Attention with a bias ``[H, 1, S]``, as the mask of SDPA or added to the scores."""
+
+    def __init__(self, bias: Tensor, *, eager: bool) -> None:
+        super().__init__()
+        self.bias, self.eager = bias, eager
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if self.eager:
+            repeat = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+            out = (q @ k.transpose(-1, -2) * 0.4 + self.bias).softmax(-1) @ v
+        else:
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=self.bias[None], scale=0.4, enable_gqa=True
+            )
+        return out.transpose(1, 2)
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["sdpa", "eager"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(P=2, H=24, HK=8, head_groups=2),
+        Case(P=2, degree=1, H=24, HK=12, head_groups=3),
+        Case(P=4, degree=2, H=24, HK=8, head_groups=2),
+    ],
+    ids=str,
+)
+def test_biases_per_head_find_their_group_under_tp(case: Case, eager: bool) -> None:
+    """Each rank of TP has heads of every group: a group's heads lie apart in the model's.
+
+    The bias is given for all heads of the model, and for those of the rank of TP.
+    """
+    bias, whole = randn(case.H, 1, case.S, seed=5), case.qkv()
+    expected, grads = reference(PerHead(bias, eager=eager), whole, case.upstream())
+
+    def on(rank: int) -> None:
+        root = init_device_mesh("cpu", (2, case.P), mesh_dim_names=("tp", "cp"))
+        tp, cp = root.get_local_rank("tp"), root.get_local_rank("cp")
+
+        def cut(x: Tensor) -> Tensor:
+            return case.local(x.chunk(2, 2)[tp], cp)
+
+        for given in (bias, bias.chunk(2)[tp]):
+            module = case.style().apply(PerHead(given, eager=eager), root["cp"])
+            local = [cut(x).clone().requires_grad_() for x in whole]
+            fed = (DTensor.from_local(x, root["tp"], [Shard(2)], run_check=False) for x in local)
+            out = module(*fed).to_local()
+            out.backward(cut(case.upstream()))
+            assert_close(out, cut(expected))
+            for x, full in zip(local, grads, strict=True):
+                assert full is not None
+                assert_close(x.grad, cut(full), kind="grad")
+
+    ranks(2 * case.P).run(on)

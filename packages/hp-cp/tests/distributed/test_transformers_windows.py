@@ -6,23 +6,17 @@ in float32, which here is float64 so that sharded and whole can be compared.
 
 from __future__ import annotations
 
-import copy
 import importlib
 from typing import Any
 
 import pytest
 import torch
 
-from hp_cp import ContextParallel, init_device_mesh, parallelize_module
-from hp_mesh.testing import ranks
-
 pytest.importorskip("transformers", reason="the extra is not installed")
 
 import transformers
 
-from hp_cp.transformers import add_core_attention
-
-from .test_transformers_cp import IDS, PLAN, assert_equal_on_all_ranks, cut, single
+from .test_transformers_cp import assert_equal_on_all_ranks, single
 
 SIZES = {
     "vocab_size": 61,
@@ -89,27 +83,8 @@ def test_sliding_layers_caps_and_sinks_train_as_in_one_process(
     model = model_of(monkeypatch, family, implementation)
     expected = single(model)
     model.zero_grad()
-    for size, mode in ((2, "ulysses"), (2, "colossal"), (4, "hybrid")):
+    for size, mode in ((2, "ulysses"), (2, "colossal"), (4, "hybrid"), (2, "balanced")):
         assert_equal_on_all_ranks(model, size, mode, expected)
-    if family != "gpt_oss":
-        assert_equal_on_all_ranks(model, 2, "balanced", expected)
-
-
-def test_what_sizes_its_sinks_from_q_is_refused_under_load_balance(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """gpt-oss widens its sinks to the rows of q, of which half are there."""
-    model = model_of(monkeypatch, "gpt_oss", "eager")
-
-    def on(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        prepared = add_core_attention(copy.deepcopy(model))
-        style = ContextParallel(2, 1, ulysses_degree=1, load_balance=True)
-        parallelize_module(prepared, mesh["cp"], {PLAN: style})
-        with pytest.raises(ValueError, match="under load_balance q holds half of the sequence"):
-            prepared(input_ids=cut(IDS, rank, 2))
-
-    ranks(2).run(on)
 
 
 def test_soft_caps_need_eager_attention() -> None:

@@ -28,7 +28,13 @@ from hp_mesh.checks import fail
 if TYPE_CHECKING:
     from hp_mesh.view import View
 
-__all__ = ["cut_balanced", "enter_view", "share_of_replicated"]
+__all__ = [
+    "cut_balanced",
+    "cut_head_group",
+    "enter_view",
+    "parts_beside_cp",
+    "share_of_replicated",
+]
 
 _NOT_LINED_UP = frozenset(
     {
@@ -168,21 +174,51 @@ def _cuts_shards(tensor: DTensor, index: Any) -> bool:
     return False
 
 
-def _cut_head_group(view: View, plain: Tensor, anchor: DTensor) -> Tensor:
-    """Cut a tensor with an entry for each head of q to the heads of the group at work."""
+def cut_head_group(view: View, plain: Tensor, dim: int, parts: int) -> Tensor:
+    """Cut what has an entry for each head of q to the heads of the group at work.
+
+    Args:
+        view: The active view.
+        plain: Has on ``dim`` the heads of the model, or of this rank of tensor parallelism.
+        dim: Dim of the heads.
+        parts: Over how many ranks of axes other than CP the heads of q are cut. Each of them has
+            heads of every group, so those of a group lie apart in the model's.
+    """
     group, groups = view.head_group
-    if groups == 1:
-        return plain
-    here = view.num_heads // groups
-    for dim in range(plain.ndim):
-        beside = dim + anchor.ndim - plain.ndim
-        if plain.size(dim) == view.num_heads != anchor.size(max(beside, 0)) == here:
-            return plain.narrow(dim, group * here, here)
+    held, here = view.num_heads, view.num_heads // groups
+    if groups > 1 and plain.size(dim) == held * parts:
+        pieces = [plain.narrow(dim, i * held + group * here, here) for i in range(parts)]
+        return pieces[0] if parts == 1 else torch.cat(pieces, dim)
+    if groups > 1 and plain.size(dim) == held:
+        return plain.narrow(dim, group * here, here)
     return plain
 
 
+def _cut_to_group(view: View, plain: Tensor, anchor: DTensor) -> Tensor:
+    """Cut a plain tensor along the dim that lines up with the heads of ``anchor``."""
+    if view.head_group[1] == 1:
+        return plain
+    here = view.num_heads // view.head_group[1]
+    for dim in range(plain.ndim):
+        beside = dim + anchor.ndim - plain.ndim
+        if beside < 0:
+            continue
+        parts = parts_beside_cp(view, anchor, beside)
+        if anchor.size(beside) == here * parts:
+            cut = cut_head_group(view, plain, dim, parts)
+            if cut is not plain:
+                return cut
+    return plain
+
+
+def parts_beside_cp(view: View, tensor: DTensor, dim: int) -> int:
+    """Return into how many parts axes other than CP cut ``dim`` of ``tensor``."""
+    axes = [a for a, p in enumerate(tensor.placements) if a not in view.cp_axes and p.is_shard(dim)]
+    return _product(view.mesh, axes)
+
+
 def _align(view: View, name: str, plain: Tensor, anchor: DTensor) -> DTensor:
-    plain = _cut_head_group(view, plain, anchor)
+    plain = _cut_to_group(view, plain, anchor)
     placements: list[Placement] = [Replicate()] * view.mesh.ndim
     for dim in range(plain.ndim):
         beside = dim + anchor.ndim - plain.ndim
@@ -235,6 +271,8 @@ def cut_balanced(view: View, name: str, plain: Tensor, dim: int, whole: int) -> 
         return view.take_rows(plain, dim), True
     if size == window.query_length and size != whole:
         return plain, True
+    if size == whole and plain.stride(dim) == 0:  # widened to the rows of q: all of them are alike
+        return plain.narrow(dim, 0, window.query_length), True
     raise fail(
         view.where,
         f"{name} meets a plain tensor {tuple(plain.shape)} whose dim {dim} ({size}) must have the "
