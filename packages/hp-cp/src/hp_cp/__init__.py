@@ -12,6 +12,7 @@ from hp_mesh.lazy import lazy_names
 if TYPE_CHECKING:
     from hp_comm.kernels.arithmetic import HeadWork
     from hp_cp.async_style import AsyncContextParallel
+    from hp_cp.flex import flex_attention
     from hp_cp.packed import packed_attention
     from hp_cp.plan import Plan, make_plan
     from hp_cp.prepared import PreparedAttention
@@ -33,6 +34,7 @@ __all__ = [
     "attention_window",
     "check_fsdp_mesh",
     "flatten_mesh",
+    "flex_attention",
     "init_device_mesh",
     "make_plan",
     "packed_attention",
@@ -52,6 +54,7 @@ __getattr__, __dir__ = lazy_names(
         "attention_window": "hp_mesh.open_views",
         "check_fsdp_mesh": "hp_mesh.fsdp",
         "flatten_mesh": "hp_mesh.mesh",
+        "flex_attention": "hp_cp.flex",
         "init_device_mesh": "hp_mesh.mesh",
         "make_plan": "hp_cp.plan",
         "packed_attention": "hp_cp.packed",

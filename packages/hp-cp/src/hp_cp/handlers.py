@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from hp_cp.attention import rewrite_fusion_attention, window_sdpa
 from hp_cp.attention.rng import seeded
+from hp_cp.crossed import refuse_crossed_dims
+from hp_cp.flex import register_flex_attention
 from hp_cp.packed import register_packed_attention
 from hp_cp.sliding import register_sliding_window
 from hp_cp.streamed import streamed_sdpa
@@ -55,6 +57,7 @@ def register_attention_handlers() -> None:
     register_packed_attention()
     register_varlen()
     register_sliding_window()
+    register_flex_attention()
 
 
 def _sdpa_arguments(
@@ -82,6 +85,9 @@ def _sdpa(
         return _local_sdpa(view, func, tensors, mask, given, where)
     if not any(view.owns(t) for t in tensors):
         return func(*args, **kwargs)  # DTensors of another mesh
+    if view.owns(tensors[0]) and tensors[0].ndim > 2:
+        seq_dim = tensors[0].ndim - 2
+        refuse_crossed_dims(view, tensors[0], tensors[1], seq_dim, seq_dim - 1, where)
     if view.streamed is not None and any(map(view.streamed.holds, tensors[1:])):
         if isinstance(view.streamed, Halo):
             return windowed_sdpa(view, view.streamed, tensors, mask, given, where)
@@ -103,6 +109,8 @@ def _local_sdpa(
 ) -> Any:
     """Compute attention of plain local tensors, if they are the rows and keys of the window."""
     q, k, v = tensors
+    if min(q.ndim, k.ndim) > 2:
+        refuse_crossed_dims(view, q, k, -2, -3, where)
     window, rows, keys = view.window, q.size(-2), k.size(-2)
     if rows == window.query_length and keys == window.key_length:
         return window_sdpa(
@@ -156,6 +164,8 @@ class _FusionHandler:
         placements: tuple[Placement, ...]
         held: Range | None = None
         if any(view.owns(t) for t in tensors):
+            if view.owns(tensors[0]):
+                refuse_crossed_dims(view, tensors[0], tensors[1], seq_dim, head_dim, where)
             q, k, v = (on_mesh(view, t) for t in tensors)
             placements, grads = tuple(q.placements), view.partial_grads(q.placements)
             window = query_window(view, q, seq_dim, k.size(seq_dim))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_cp import ContextParallel, attention_window
-from hp_mesh.testing import count_collectives, ranks
+from hp_mesh.testing import count_collectives, randn, ranks
 
 from ._compare import EACH, Case, compare
 from ._cores import Eager, Sdpa
@@ -473,3 +473,23 @@ def test_fewer_kv_heads_are_shared_only_if_the_call_says_so() -> None:
             core(*(case.local(x, rank) for x in case.qkv()))
 
     ranks(2).run(on)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_local_input": True}], ids=["dtensors", "plain"])
+@pytest.mark.parametrize("case", EACH, ids=str)
+def test_another_layout_whose_sizes_happen_to_fit_is_refused(
+    case: Case, options: dict[str, Any]
+) -> None:
+    """B04: BNSD given to a BSHD style, 8 heads on 6 rows a rank; attention sees what is what."""
+
+    def on(rank: int) -> str:
+        module = case.style(**options).apply(Sdpa("BNSD", causal=False), case.mesh())
+        x = randn(2, 8, 6, 4, seed=rank)
+        with pytest.raises(ValueError, match="which must be its heads here") as caught:
+            module(x, x, x)
+        assert attention_window() is None
+        return str(caught.value)
+
+    first, *others = ranks(case.P).run(on)
+    assert all(one == first for one in others)
+    assert "has the sequence (" in first and "BSHD is 1, 2 and BNSD is 2, 1" in first

@@ -370,3 +370,18 @@ def test_heads_first_is_what_the_emulation_compares_with() -> None:
     out = torch.ops.npu.npu_fusion_attention(q, k, v, 12, "BNSD", scale=6**-0.5)[0]
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     assert_close(out, expected)
+
+
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_an_input_layout_that_is_not_the_styles_is_refused_where_sizes_fit(case: Case) -> None:
+    """B04: the operator says its layout, and the style was told another one."""
+
+    def on(rank: int) -> str:
+        module = case.style().apply(Fused("BNSD"), case.mesh())
+        x = randn(2, 8, 6, 4, seed=rank)
+        with pytest.raises(ValueError, match="must be its heads here") as e:
+            module(x, x, x)
+        return str(e.value)
+
+    first, *others = ranks(case.P).run(on)
+    assert all(one == first for one in others)
