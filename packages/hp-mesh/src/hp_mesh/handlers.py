@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,14 +14,30 @@ from hp_mesh.reshape import RESHAPES
 if TYPE_CHECKING:
     from hp_mesh.view import View
 
-__all__ = ["Handler", "handler_of", "knows_order", "register_handler", "takes_streams"]
+__all__ = ["Handler", "Registration", "register_handler", "registration_of"]
 
 Handler = Callable[["View", Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 """Runs one op under a view: ``handler(view, op, args, kwargs)``."""
 
-_handlers: dict[object, Handler] = {**CONTRACTIONS, **RESHAPES}
-_know_rows: set[Handler] = set()
-_stream: set[Handler] = set()
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What runs one op, and what it takes.
+
+    Attributes:
+        handler: Runs the op.
+        knows_rows: Whether it is right for rows in head-tail order, also where it mixes them.
+        streams: Whether it takes streamed tensors itself (see `hp_mesh.streamed`).
+    """
+
+    handler: Handler
+    knows_rows: bool = False
+    streams: bool = False
+
+
+_registered: dict[object, Registration] = {
+    op: Registration(handler) for op, handler in {**CONTRACTIONS, **RESHAPES}.items()
+}
 
 
 def register_handler(
@@ -37,33 +54,19 @@ def register_handler(
             the qualified name of a ``torch.ops`` operator (``"npu::npu_fusion_attention"``), which
             may be registered later or never.
         handler: Called with the view, the op and its arguments; returns the op's result.
-        knows_rows: Whether it is right for rows in head-tail order, also where it mixes them.
-        streams: Whether it takes streamed tensors itself (see `hp_mesh.streamed`).
+        knows_rows: As in `Registration`, for this op.
+        streams: As in `Registration`, for this op.
     """
-    _handlers[op] = handler
-    if streams:
-        _stream.add(handler)
-    if knows_rows:
-        _know_rows.add(handler)
+    _registered[op] = Registration(handler, knows_rows, streams)
 
 
-def handler_of(op: Any) -> Handler | None:
+def registration_of(op: Any) -> Registration | None:
     """Return what runs ``op``, a function as the function mode sees it, or None."""
     if isinstance(op, torch._ops.OpOverload):
-        return _handlers.get(str(op._schema.name))
+        return _registered.get(str(op._schema.name))
     if isinstance(op, torch._ops.OpOverloadPacket):
-        return _handlers.get(op._qualified_op_name)
+        return _registered.get(op._qualified_op_name)
     try:
-        return _handlers.get(op)
+        return _registered.get(op)
     except TypeError:  # an unhashable callable is nobody's key
         return None
-
-
-def knows_order(handler: Handler | None) -> bool:
-    """Whether ``handler`` is right for rows in head-tail order."""
-    return handler in _know_rows
-
-
-def takes_streams(handler: Handler | None) -> bool:
-    """Whether ``handler`` takes streamed tensors itself."""
-    return handler in _stream

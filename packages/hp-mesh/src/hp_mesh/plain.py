@@ -34,6 +34,7 @@ __all__ = [
     "enter_view",
     "parts_beside_cp",
     "share_of_replicated",
+    "written",
 ]
 
 _NOT_LINED_UP = frozenset(

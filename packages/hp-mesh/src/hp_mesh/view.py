@@ -37,7 +37,7 @@ from hp_mesh._torch import (
     without_innermost_mode,
 )
 from hp_mesh.checks import fail
-from hp_mesh.handlers import Handler, handler_of, knows_order, takes_streams
+from hp_mesh.handlers import Registration, registration_of
 from hp_mesh.overrides import outside_compiled_code
 from hp_mesh.plain import enter_view, written
 from hp_mesh.streamed import Streamed
@@ -164,27 +164,28 @@ class View(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._paused or not self.is_live():
             return func(*args, **kwargs)
-        handler = handler_of(func)
+        registered = registration_of(func)
         owned = [t for t in _tensors(args, kwargs) if isinstance(t, DTensor) and self.owns(t)]
-        if handler is None and not owned:
+        if registered is None and not owned:
             return func(*args, **kwargs)
         self.refuse_checkpoint()
         streamed = self.streamed
-        if streamed is None or takes_streams(handler) or not any(map(streamed.holds, owned)):
-            return self._run(func, args, kwargs, handler, owned)
+        takes_streams = registered is not None and registered.streams
+        if streamed is None or takes_streams or not any(map(streamed.holds, owned)):
+            return self._run(func, args, kwargs, registered, owned)
         name = getattr(func, "__name__", repr(func))
-        return streamed.run(name, lambda: self._run(func, args, kwargs, handler, owned))
+        return streamed.run(name, lambda: self._run(func, args, kwargs, registered, owned))
 
     def _run(
         self,
         func: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        handler: Handler | None,
+        registered: Registration | None,
         owned: Sequence[DTensor],
     ) -> Any:
-        if handler is not None:
-            result = handler(self, func, args, kwargs)
+        if registered is not None:
+            result = registered.handler(self, func, args, kwargs)
         elif (body := function_body(func)) is not None:
             with self:  # switched off during this call; the ops of the body are to be seen
                 return body(*args, **kwargs)
@@ -196,7 +197,7 @@ class View(TorchFunctionMode):
             target = written(getattr(func, "__name__", ""), args, kwargs)
             if isinstance(target, DTensor):
                 count_write(target)
-        if self.is_balanced and not knows_order(handler):
+        if self.is_balanced and not (registered is not None and registered.knows_rows):
             self._check_rows(func, owned, result)
         return result
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.overrides import handle_torch_function
 
 from hp_mesh import handlers as registry
 from hp_mesh._torch import from_local
-from hp_mesh.handlers import register_handler
+from hp_mesh.handlers import register_handler, registration_of
 from hp_mesh.mesh import init_device_mesh
 from hp_mesh.open_views import attention_window, close_view, open_view
 from hp_mesh.testing import assert_close, count_collectives, randn, ranks
@@ -68,7 +69,7 @@ def test_attention_window_answers_inside_only(is_local: bool) -> None:
 
 @pytest.fixture
 def handlers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
 
 
 @pytest.mark.usefixtures("handlers")
@@ -96,6 +97,39 @@ def test_handler_is_found_by_callable_and_by_the_name_of_an_op_defined_later() -
     ranks(P).run(run)
     assert seen == ["Style"] * 3 * P
     library._destroy()
+
+
+@pytest.mark.usefixtures("handlers")
+def test_what_a_handler_takes_is_said_for_each_op() -> None:
+    """One function may run two ops: what it is trusted with for one, it is not for the other."""
+
+    def both(view: View, op: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        raise AssertionError("nothing is called here")
+
+    register_handler(torch.erf, both, knows_rows=True, streams=True)
+    register_handler(torch.erfc, both)
+
+    found = [registration_of(op) for op in (torch.erf, torch.erfc)]
+    taken = [(one.knows_rows, one.streams) for one in found if one is not None]
+    assert taken == [(True, True), (False, False)]
+
+
+def test_a_callable_without_a_hash_is_left_to_dtensor() -> None:
+    """It is no key of the registry, nor of anything that is remembered of functions."""
+
+    class Twice:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    def run(rank: int) -> None:
+        with opened() as view:
+            _, mine = scores(view)
+            out = handle_torch_function(Twice(), (mine,), mine)
+            assert_close(out.to_local(), 2 * mine.to_local())
+
+    ranks(P).run(run)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,6 @@ def without_overrides() -> AbstractContextManager[Any]:
 _ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
-@functools.cache
 def function_body(func: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return ``func`` without its question for overrides: the ops in it are seen one by one.
 
@@ -87,6 +86,11 @@ def function_body(func: Callable[..., Any]) -> Callable[..., Any] | None:
         "torch.functional",
     ):
         return None
+    return _without_question(func)
+
+
+@functools.cache
+def _without_question(func: types.FunctionType) -> Callable[..., Any] | None:
     asked = [name for name in _ASKS if name in func.__code__.co_names]
     if not asked:
         return None
