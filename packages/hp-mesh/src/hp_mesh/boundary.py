@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from hp_mesh._torch import global_forward_hooks
 from hp_mesh.checks import fail, require_type
+from hp_mesh.exiting import wait_for_gloo_at_exit
 from hp_mesh.open_views import close_view, open_view
 from hp_mesh.overrides import outside_compiled_code, unseen_by_checkpoints
 from hp_mesh.view import View
@@ -219,6 +220,7 @@ class BoundaryStyle(ParallelStyle, ABC):
                 "would exchange the data twice",
                 "call remove() first, or apply the style to another module",
             )
+        wait_for_gloo_at_exit()  # the mesh may be torch's own
         boundary = self.make_boundary(module, device_mesh)
         module.register_forward_pre_hook(_PreHook(boundary), with_kwargs=True)
         module.register_forward_hook(_PostHook(boundary), with_kwargs=True, always_call=True)

@@ -17,7 +17,6 @@ from torch.distributed.tensor.parallel import parallelize_module as torch_parall
 
 from hp_mesh._torch import current_mesh
 from hp_mesh.checks import fail, nearest
-from hp_mesh.exiting import wait_for_gloo_at_exit
 
 __all__ = ["matching_modules", "parallelize_module"]
 
@@ -49,7 +48,6 @@ def parallelize_module(
         TypeError: The plan is neither a style nor a mapping of styles.
         RuntimeError: No mesh is given and none is active.
     """
-    wait_for_gloo_at_exit()  # the mesh may be torch's own
     mesh = current_mesh() if device_mesh is None else device_mesh
     if parallelize_plan is None or isinstance(parallelize_plan, ParallelStyle):
         if parallelize_plan is not None:

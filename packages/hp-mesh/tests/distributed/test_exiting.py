@@ -5,13 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+import hp_mesh.boundary
 import hp_mesh.mesh
-import hp_mesh.parallelize
-from hp_mesh import init_device_mesh, parallelize_module
+from hp_mesh import init_device_mesh
+from hp_mesh.boundary import Boundary, BoundaryStyle
 from hp_mesh.testing import ranks
 
 # The worst case, which happens by chance otherwise: gloo's thread waits for the interpreter until
@@ -48,16 +51,23 @@ def test_gloo_lets_go_before_the_interpreter_ends(tmp_path: Path) -> None:
     assert ended.stdout.split() == ["0"] * 3
 
 
-def test_whoever_makes_a_mesh_or_applies_a_plan_is_protected(
+class NoBoundary(BoundaryStyle):
+    def make_boundary(self, module: nn.Module, device_mesh: DeviceMesh) -> Boundary[Any]:
+        raise NotImplementedError
+
+
+def test_whoever_makes_a_mesh_or_applies_a_style_is_protected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A style may be applied by itself, by a plan, by another library, and on a mesh of torch."""
     asked: list[str] = []
     monkeypatch.setattr(hp_mesh.mesh, "wait_for_gloo_at_exit", lambda: asked.append("mesh"))
-    monkeypatch.setattr(hp_mesh.parallelize, "wait_for_gloo_at_exit", lambda: asked.append("plan"))
+    monkeypatch.setattr(hp_mesh.boundary, "wait_for_gloo_at_exit", lambda: asked.append("style"))
 
     def attempt(rank: int) -> None:
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
-        parallelize_module(nn.Linear(1, 1), mesh["cp"], {})
+        with pytest.raises(NotImplementedError):
+            NoBoundary().apply(nn.Linear(1, 1), mesh)
 
     ranks(1).run(attempt)
-    assert asked == ["mesh", "plan"]
+    assert asked == ["mesh", "style"]
