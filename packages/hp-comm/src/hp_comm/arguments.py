@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,25 +20,28 @@ __all__ = [
     "per_rank",
     "read_table",
     "require_addable",
+    "require_addable_gradient",
     "require_no_lengths",
     "require_order",
     "require_tensor",
-    "require_tensors",
+    "tensors_of",
     "two_dims",
 ]
 
 
-def require_tensors(where: str, xs: Sequence[Any]) -> None:
-    """Refuse an empty call and what is not a tensor."""
-    require(bool(xs), where, "x (empty sequence) must hold at least one tensor")
+def tensors_of(where: str, name: str, x: Any) -> list[Tensor]:
+    """Return the tensors of ``x``, one or several; refuse an empty call and what is no tensor."""
+    xs = list(x) if isinstance(x, Iterable) and not isinstance(x, Tensor) else [x]
+    require(bool(xs), where, f"{name} (empty sequence) must hold at least one tensor")
     for one in xs:
         if not isinstance(one, Tensor):
             raise TypeError(
-                f"{where}: x ({type(one).__name__}) must be a tensor or a sequence of them"
+                f"{where}: {name} ({type(one).__name__}) must be a tensor or a sequence of them"
             )
     if len({one.device for one in xs}) > 1:
         devices = sorted({str(one.device) for one in xs})
-        raise fail(where, f"x (on {', '.join(devices)}) must be on one device")
+        raise fail(where, f"{name} (on {', '.join(devices)}) must be on one device")
+    return xs
 
 
 def require_tensor(where: str, name: str, x: Any) -> None:
@@ -55,6 +58,12 @@ def require_addable(where: str, x: Tensor) -> None:
             f"x ({x.dtype}) must be of a dtype that can be added up over the ranks",
             "convert it to a wider one first",
         )
+
+
+def require_addable_gradient(where: str, x: Tensor) -> None:
+    """Refuse a tensor whose gradients, of its dtype, are to be added up and cannot be."""
+    if x.requires_grad and torch.is_grad_enabled():
+        require_addable(where, x)
 
 
 def group_of(where: str, group: ProcessGroup) -> tuple[int, int]:

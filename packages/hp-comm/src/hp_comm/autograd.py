@@ -32,7 +32,7 @@ from hp_comm.handle import Handle
 from hp_comm.moves import Move, Pending
 from hp_mesh.overrides import unseen_by_checkpoints
 
-__all__ = ["launch", "run"]
+__all__ = ["as_given", "launch", "move_tensors", "run"]
 
 T = TypeVar("T")
 
@@ -162,3 +162,15 @@ def launch(move: Move, xs: Sequence[Tensor], form: Callable[[tuple[Tensor, ...]]
     link = _Link(move)
     token = _apply(_Launch, link, *xs)
     return Handle(move.where, link.pending, lambda: form(_apply(_Wait, link, token)))
+
+
+def as_given(results: Sequence[Tensor], *, single: bool) -> Any:
+    """Return one tensor where the caller gave one, and a tuple where it gave several."""
+    return results[0] if single else tuple(results)
+
+
+def move_tensors(move: Move, xs: Sequence[Tensor], *, single: bool, async_op: bool) -> Any:
+    """Do ``move`` and return its results, or start it and return the `Handle` of them."""
+    if async_op:  # the handle must not hold xs: whoever made them may let go of them
+        return launch(move, xs, lambda results: as_given(results, single=single))
+    return as_given(run(move, xs), single=single)

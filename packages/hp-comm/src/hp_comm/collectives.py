@@ -18,15 +18,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_comm import arguments, cuts
-from hp_comm.autograd import launch, run
+from hp_comm.autograd import as_given, move_tensors
 from hp_comm.handle import Handle
 from hp_comm.kernels.arithmetic import HeadWork, prepare
-from hp_comm.moves import Move
 from hp_comm.prepared import listed_works, prepared, weights_of
 from hp_comm.transfers import Exchange, Gather
 from hp_mesh.checks import require_divisible
@@ -41,31 +39,13 @@ Tensors = tuple[Tensor, ...]
 Work = HeadWork | Sequence[HeadWork | None] | None
 
 
-def _listed(where: str, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    xs = [x] if isinstance(x, Tensor) else list(x)
-    arguments.require_tensors(where, xs)
-    return xs
-
-
 def _hashable(lengths: Sequence[int] | None) -> Sequence[int] | None:
     return tuple(lengths) if isinstance(lengths, list) else lengths
 
 
-def _same_form(single: bool, results: Sequence[Tensor]) -> Any:
-    return results[0] if single else tuple(results)
-
-
-def _move(x: Tensor | Sequence[Tensor], move: Move, xs: list[Tensor], async_op: bool) -> Any:
-    single = isinstance(x, Tensor)
-    if async_op:  # the handle must not hold x: whoever made it may let go of it
-        return launch(move, xs, lambda results: _same_form(single, results))
-    return _same_form(single, run(move, xs))
-
-
-def _alone(
-    where: str, x: Tensor | Sequence[Tensor], results: Sequence[Tensor], async_op: bool
-) -> Any:
-    value = _same_form(isinstance(x, Tensor), results)
+def _alone(where: str, results: Sequence[Tensor], *, single: bool, async_op: bool) -> Any:
+    """Return what the only rank of a group has: nothing is sent."""
+    value = as_given(results, single=single)
     return Handle.ready(where, value) if async_op else value
 
 
@@ -158,26 +138,27 @@ def seq_to_head(
         went to several ranks.
     """
     where = "seq_to_head"
-    xs = _listed(where, x)
+    xs, single = arguments.tensors_of(where, "x", x), isinstance(x, Tensor)
     size, rank = arguments.group_of(where, group)
-    tables = arguments.head_tables(where, len(xs), heads, single=isinstance(x, Tensor))
+    tables = arguments.head_tables(where, len(xs), heads, single=single)
     shapes = tuple(one.shape for one in xs)
     cut = cuts.sequence_to_heads(
         where, shapes, seq_dim, head_dim, tables, _hashable(lengths), size, rank, dense
     )
-    works = listed_works(where, work, xs, head_dim, single=isinstance(x, Tensor))
+    works = listed_works(where, work, xs, head_dim, single=single)
     if size == 1:
         ready = [
             one if w is None else prepare(one, w)
             for one, w in zip(xs, works or [None] * len(xs), strict=True)
         ]
         places = [cuts.take(one, send) for one, send in zip(ready, cut.sends, strict=True)]
-        return _alone(where, x, places, async_op)
+        return _alone(where, places, single=single, async_op=async_op)
     exchange = Exchange(where, group, **vars(cut))
     if works is None:
-        return _move(x, exchange, xs, async_op)
+        return move_tensors(exchange, xs, single=single, async_op=async_op)
     move = prepared(exchange, works, seq_dim % xs[0].ndim)
-    return _move(x, move, [*xs, *weights_of(works)], async_op)
+    inputs = [*xs, *weights_of(works)]
+    return move_tensors(move, inputs, single=single, async_op=async_op)
 
 
 @overload
@@ -250,17 +231,18 @@ def head_to_seq(
         ``[B, S/P, H, D]``, dense; a tuple for several. Backward sends one all-to-all per dtype.
     """
     where = "head_to_seq"
-    xs = _listed(where, x)
+    xs, single = arguments.tensors_of(where, "x", x), isinstance(x, Tensor)
     size, rank = arguments.group_of(where, group)
-    tables = arguments.head_tables(where, len(xs), heads, single=isinstance(x, Tensor))
+    tables = arguments.head_tables(where, len(xs), heads, single=single)
     shapes = tuple(one.shape for one in xs)
     cut = cuts.heads_to_sequence(
         where, shapes, seq_dim, head_dim, tables, _hashable(lengths), size, rank
     )
     if size == 1:
         places = [cuts.put_back(one, place) for one, place in zip(xs, cut.receives, strict=True)]
-        return _alone(where, x, places, async_op)
-    return _move(x, Exchange(where, group, **vars(cut)), xs, async_op)
+        return _alone(where, places, single=single, async_op=async_op)
+    exchange = Exchange(where, group, **vars(cut))
+    return move_tensors(exchange, xs, single=single, async_op=async_op)
 
 
 @overload
@@ -339,13 +321,12 @@ def gather_seq(
         never divided.
     """
     where = "gather_seq"
-    xs = _listed(where, x)
+    xs, single = arguments.tensors_of(where, "x", x), isinstance(x, Tensor)
     size, rank = arguments.group_of(where, group)
     arguments.require_order(where, order)
     parts, shapes = [], []
     for one in xs:
-        if one.requires_grad and torch.is_grad_enabled():
-            arguments.require_addable(where, one)  # as its gradients are
+        arguments.require_addable_gradient(where, one)
         s = arguments.one_dim(where, one.shape, "seq_dim", seq_dim)
         shape = list(one.shape)
         if order == "head_tail":
@@ -358,5 +339,6 @@ def gather_seq(
         parts.append(part)
         shapes.append(tuple(shape))
     if size == 1:
-        return _alone(where, x, xs, async_op)
-    return _move(x, Gather(where, group, tuple(parts), tuple(shapes), not dense), xs, async_op)
+        return _alone(where, xs, single=single, async_op=async_op)
+    gather = Gather(where, group, tuple(parts), tuple(shapes), not dense)
+    return move_tensors(gather, xs, single=single, async_op=async_op)

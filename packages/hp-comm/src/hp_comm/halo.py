@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_comm import _torch, arguments
-from hp_comm.autograd import launch, run
+from hp_comm.autograd import move_tensors
 from hp_comm.counters import record
 from hp_comm.failures import Naming
 from hp_comm.handle import Handle
@@ -213,9 +213,9 @@ def fetch_rows(
         for several. Backward sends each gradient to the rank that has the row, where it is *added*.
     """
     where = "fetch_rows"
-    single = isinstance(x, Tensor)
-    xs = [x] if isinstance(x, Tensor) else list(x)
-    arguments.require_tensors(where, xs)
+    xs, single = arguments.tensors_of(where, "x", x), isinstance(x, Tensor)
+    for one in xs:
+        arguments.require_addable_gradient(where, one)
     size, rank = arguments.group_of(where, group)
     dims = tuple(arguments.one_dim(where, one.shape, "seq_dim", seq_dim) for one in xs)
     lengths = {one.shape[dim] for one, dim in zip(xs, dims, strict=True)}
@@ -229,11 +229,7 @@ def fetch_rows(
     table = tuple(tuple((int(a), int(b)) for a, b in ranges) for ranges in rows)
     _check(where, table, size, shard)
     move = FetchRows(where, group, dims, _links(table, shard, rank), shard)
-
-    def form(results: Sequence[Tensor]) -> Any:
-        return results[0] if single else tuple(results)
-
-    return launch(move, xs, form) if async_op else form(run(move, xs))
+    return move_tensors(move, xs, single=single, async_op=async_op)
 
 
 def _check(where: str, table: tuple[tuple[Range, ...], ...], size: int, shard: int) -> None:

@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal, cast, overload
+from typing import Any, Literal, cast, overload
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_comm import arguments
-from hp_comm.autograd import launch, run
+from hp_comm.autograd import move_tensors, run
 from hp_comm.handle import Handle
 from hp_comm.kernels.ops import pack
 from hp_comm.moves import Move, Pending, Transfer
@@ -42,9 +42,7 @@ def exchange_head_tail(
 def exchange_head_tail(
     x: Tensor, group: ProcessGroup, *, async_op: Literal[True]
 ) -> Handle[Tensor]: ...
-def exchange_head_tail(
-    x: Tensor, group: ProcessGroup, *, async_op: bool = False
-) -> Tensor | Handle[Tensor]:
+def exchange_head_tail(x: Tensor, group: ProcessGroup, *, async_op: bool = False) -> Any:
     """Swap a tensor with the mirror rank: rank ``r`` and rank ``P - 1 - r`` trade theirs.
 
     Args:
@@ -62,10 +60,7 @@ def exchange_head_tail(
     mirror = mirror_rank(rank, size)
     if mirror == rank:
         return Handle.ready(where, x) if async_op else x
-    move = Swap(where, group, mirror)
-    if async_op:
-        return launch(move, [x], lambda results: results[0])
-    return run(move, [x])[0]
+    return move_tensors(Swap(where, group, mirror), [x], single=True, async_op=async_op)
 
 
 def split_head_tail(

@@ -27,7 +27,7 @@ from hp_comm.handle import Handle
 from hp_comm.transfers import ReduceScatter
 from hp_mesh.sequence import Order
 
-__all__ = ["scatter_seq", "scatter_seq_given", "sum_shares"]
+__all__ = ["scatter_seq", "scatter_seq_given", "sum_shares", "summed"]
 
 
 def scatter_seq(
@@ -88,14 +88,20 @@ def scatter_seq_given(
     return Handle(where, pending, pending.finish)
 
 
+def summed(where: str, x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the sum of ``x`` over the ranks, outside autograd; one all-reduce."""
+    size, total = _torch.group_size(group), x.detach().clone()
+    if size > 1:
+        record("all_reduce", size, 2 * total.numel() * total.element_size() * (size - 1) // size)
+        with Naming(where, "all_reduce", group):
+            _torch.sum_over_ranks(total, group)
+    return total
+
+
 class _SumShares(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        size, total = _torch.group_size(group), x.detach().clone()
-        record("all_reduce", size, 2 * total.numel() * total.element_size() * (size - 1) // size)
-        with Naming("sum_shares", "all_reduce", group):
-            _torch.sum_over_ranks(total, group)
-        return total
+        return summed("sum_shares", x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

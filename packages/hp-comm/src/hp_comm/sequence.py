@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_comm import _torch, arguments, cuts
+from hp_comm import arguments, cuts
 from hp_comm.collectives import gather_seq
-from hp_comm.counters import record
-from hp_comm.failures import Naming
+from hp_comm.reductions import summed
 from hp_mesh.checks import require, require_divisible
 from hp_mesh.sequence import Order, join_sequence
 
@@ -87,10 +86,11 @@ def count_tokens(weights: Tensor | Iterable[Tensor], group: ProcessGroup) -> Ten
     Returns:
         Scalar, the same on all ranks, int64 for masks; for `global_loss`'s ``total``.
     """
-    parts = [weights] if isinstance(weights, Tensor) else list(weights)
-    arguments.require_tensors("count_tokens", parts)
+    where = "count_tokens"
+    parts = arguments.tensors_of(where, "weights", weights)
+    arguments.group_of(where, group)
     total = torch.stack([_weight_sum(part) for part in parts]).sum()
-    return _summed("count_tokens", total, group)
+    return summed(where, total, group)
 
 
 def _weight_sum(weights: Tensor) -> Tensor:
@@ -102,16 +102,6 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _summed(where: str, x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum of ``x`` over the ranks, without gradient."""
-    size, total = _torch.group_size(group), x.detach().clone()
-    if size > 1:
-        record("all_reduce", size, 2 * total.numel() * total.element_size() * (size - 1) // size)
-        with Naming(where, "all_reduce", group):
-            _torch.sum_over_ranks(total, group)
-    return total
-
-
 class _GlobalLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -120,7 +110,7 @@ class _GlobalLoss(torch.autograd.Function):
         # no token at all: a loss of zero and no gradient, not 0 / 0
         weight = torch.where(total == 0, 0.0, 1.0 / total.to(local.dtype))
         ctx.scale = weight * divisor
-        return _summed("global_loss", local, group) * weight
+        return summed("global_loss", local, group) * weight
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hp_comm import exchange_head_tail, gather_seq, head_to_seq, seq_to_head
+from hp_comm import count_tokens, exchange_head_tail, gather_seq, head_to_seq, seq_to_head
 from hp_mesh.testing import count_collectives, randn, ranks
 
 S2H, H2S = {"seq_dim": 1, "head_dim": 2}, {"seq_dim": 1, "head_dim": 2}
@@ -71,6 +71,12 @@ def test_what_is_no_tensor_is_a_type_error() -> None:
             gather_seq((randn(2, 3), None), dist.group.WORLD, seq_dim=0)
         with pytest.raises(ValueError, match=r"gather_seq: x \(empty sequence\)"):
             gather_seq((), dist.group.WORLD, seq_dim=0)
+        with pytest.raises(TypeError, match=r"gather_seq: x \(int\) must be a tensor or a seq"):
+            gather_seq(3, dist.group.WORLD, seq_dim=0)  # type: ignore[call-overload]
+        with pytest.raises(TypeError, match=r"count_tokens: weights \(int\) must be a tensor or"):
+            count_tokens([randn(3) > 0, 3], dist.group.WORLD)  # type: ignore[list-item]
+        with pytest.raises(ValueError, match=r"count_tokens: weights \(empty sequence\)"):
+            count_tokens([], dist.group.WORLD)
 
     ranks(2).run(on)
 
@@ -87,12 +93,14 @@ def test_one_table_for_several_tensors_is_told_apart() -> None:
 
 
 def test_a_rank_outside_the_group_is_told_so() -> None:
-    """Not an error deep inside the backend."""
+    """Not an error deep inside the backend, nor a count of its own tokens for that of all."""
 
     def on(rank: int) -> None:
         group = dist.new_group([0])
         if rank == 1:
             with pytest.raises(ValueError, match="must contain this rank"):
                 exchange_head_tail(torch.zeros(2), group)
+            with pytest.raises(ValueError, match=r"count_tokens: group .* must contain this rank"):
+                count_tokens(torch.ones(2, dtype=torch.bool), group)
 
     ranks(2).run(on)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hp_comm import (
+    fetch_rows,
     gather_seq,
     merge_head_tail,
     scatter_seq,
@@ -209,8 +210,12 @@ def test_what_cannot_be_added_up_is_refused_before_it_is_sent() -> None:
         trained = torch.ones(1, 4).to(dtype).requires_grad_()
         with pytest.raises(ValueError, match=r"gather_seq: x \(torch\.float8_e5m2\) must be of a"):
             gather_seq(trained, dist.group.WORLD, seq_dim=1)
+        rows = [[(0, 6)], [(2, 8)]]
+        with pytest.raises(ValueError, match=r"fetch_rows: x \(torch\.float8_e5m2\) must be of a"):
+            fetch_rows(trained, dist.group.WORLD, seq_dim=1, rows=rows)
         with torch.no_grad():
             assert gather_seq(trained, dist.group.WORLD, seq_dim=1).shape == (1, 8)
+            assert fetch_rows(trained, dist.group.WORLD, seq_dim=1, rows=rows).shape == (1, 6)
         for call in (scatter_seq, unshard_sequence, split_head_tail):
             with pytest.raises(TypeError, match=r"x \(list\) must be a tensor$"):
                 call([torch.ones(1, 4)], dist.group.WORLD, seq_dim=1)
