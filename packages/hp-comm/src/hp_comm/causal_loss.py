@@ -94,13 +94,10 @@ class CausalLoss:
         token_losses = F.cross_entropy(
             wide.reshape(-1, vocab_size), targets, ignore_index=ignore_index, reduction="none"
         )
-        total = num_items_in_batch
-        if total is not None:
-            total = torch.as_tensor(total, device=logits.device)
         return global_loss(
             token_losses,
             call.group,
             weights=targets != ignore_index,
-            total=total,
+            total=num_items_in_batch,
             gradient_divisor=self.gradient_divisor,
         )

@@ -179,17 +179,20 @@ def landing(like: Tensor, cut: Cut, shape: Shape) -> tuple[Tensor, Callable[[], 
         (out,) = unpack(buffer, [parts], [cut.dim], counts, index)
         if cut.unit == 1:
             return [out]
-        whole = out.new_empty(0)  # of its own on that storage: a view may not be written in place
-        return [whole.set_(out.untyped_storage(), 0, shape, out.view(shape).stride())]
+        return [_no_view(out.view(shape))]
 
     return buffer, finish
 
 
-def slices(buffer: Tensor, shapes: Sequence[Shape], joined: Sequence[int]) -> list[Tensor]:
-    """Return the tensors that lie side by side in a received buffer, rows first, without a copy.
+def _no_view(x: Tensor) -> Tensor:
+    """Return a tensor of its own on the memory of ``x``: autograd lets it be written in place."""
+    out = x.new_empty(0)
+    out.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+    return out
 
-    Tensors of their own on one storage, not views of one another: autograd lets each be written.
-    """
+
+def slices(buffer: Tensor, shapes: Sequence[Shape], joined: Sequence[int]) -> list[Tensor]:
+    """Return the tensors that lie side by side in a received buffer, rows first, without a copy."""
     first, along = joined
     whole = list(shapes[0])
     whole[along] = sum(shape[along] for shape in shapes)
@@ -197,9 +200,6 @@ def slices(buffer: Tensor, shapes: Sequence[Shape], joined: Sequence[int]) -> li
     lying = buffer.view(rows, *whole).movedim(0, first)
     outs, at = [], 0
     for shape in shapes:
-        place = lying.narrow(along, at, shape[along])
+        outs.append(_no_view(lying.narrow(along, at, shape[along])))
         at += shape[along]
-        out = buffer.new_empty(0)
-        out.set_(buffer.untyped_storage(), place.storage_offset(), place.shape, place.stride())
-        outs.append(out)
     return outs

@@ -175,6 +175,8 @@ def test_calls_that_do_not_fit_are_refused_by_name() -> None:
     cut: tuple[Any, ...] = ([2], [2, 2], [], (), 1)
     with pytest.raises(ValueError, match=r"works \(1\) must be one, or None, per tensor"):
         pack_heads([x, x], [None], *cut)
+    with pytest.raises(ValueError, match=r"pack_heads: xs \(empty\) must hold a tensor"):
+        pack_heads([], [], *cut)
     with pytest.raises(ValueError, match=r"pack: xs \(empty\) must hold a tensor"):
         pack([], [], [], [])
     with pytest.raises(ValueError, match=r"out2 \(torch.int32\) must be of a floating dtype"):

@@ -203,7 +203,9 @@ def pack_heads(
     seq_dim: int = 0,
 ) -> Tensor:
     """Call ``hp_comm::pack_heads``; see `arithmetic.pack_heads`."""
-    if not xs or len(works) != len(xs):
+    if not xs:
+        raise fail("pack_heads", "xs (empty) must hold a tensor")
+    if len(works) != len(xs):
         raise fail(
             "pack_heads", f"works ({len(works)}) must be one, or None, per tensor ({len(xs)})"
         )
