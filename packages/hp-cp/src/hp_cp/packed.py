@@ -19,7 +19,7 @@ from hp_cp.attention.packed import packed_rows
 from hp_cp.unwrap import keys_beside, on_mesh, query_window
 from hp_cp.windowed import check_documents, drop_front, fetch_band, halo_of
 from hp_mesh._torch import from_local, to_local
-from hp_mesh.checks import require, require_positive
+from hp_mesh.checks import read_integers, require, require_positive
 from hp_mesh.documents import packed_window
 from hp_mesh.handlers import register_handler
 from hp_mesh.view import View
@@ -217,7 +217,7 @@ def _ends(
 
 def document_ends(name: str, given: Sequence[int] | Tensor, total: int, where: str) -> list[int]:
     """Return ``[..., total]`` of ``[0, ..., total]``, or say what does not add up."""
-    bounds = [int(x) for x in (given.tolist() if isinstance(given, Tensor) else given)]
+    bounds = read_integers(where, name, given)
     require(
         len(bounds) > 1
         and bounds[0] == 0

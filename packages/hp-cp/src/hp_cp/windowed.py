@@ -22,7 +22,7 @@ from hp_comm import fetch_rows
 from hp_cp.attention.band import KeySpans, band_mask
 from hp_cp.halo import halo_rows
 from hp_cp.unwrap import keys_beside, on_mesh
-from hp_mesh.checks import fail, require
+from hp_mesh.checks import fail, read_integers, require
 from hp_mesh.streamed import Streamed
 from hp_mesh.view import View
 from hp_mesh.window import Range
@@ -208,7 +208,8 @@ def check_band(halo: Halo, given: Mapping[str, Any], version: int, layout: str, 
     )
     halo.check_window(where, f"pre_{word} ({pre})", None if pre is None else int(pre) + 1)
     if layout == "TND":
-        ends = [[int(n) for n in given[f"actual_seq_{x}len"]] for x in ("q", "kv")]
+        names = ("actual_seq_qlen", "actual_seq_kvlen")
+        ends = [read_integers(where, name, given.get(name)) for name in names]
         check_documents(halo, ends, int(pre or 0) + 1, True, where)
 
 

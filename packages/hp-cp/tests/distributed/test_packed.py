@@ -134,16 +134,27 @@ def test_head_groups_compute_documents_group_by_group() -> None:
         ([0, 5, 12], {}, r"cu_seqlens \(\[0, 5, 12\]\) must start with 0.* end at 24.*whole seq"),
         ([5, 24], {}, "must start with 0"),
         ([0, 9, 5, 24], {}, "not descend"),
+        ([0, 9.7, 24], {}, r"cu_seqlens \(\[0, 9\.7, 24\]\) must be integers"),
         ([24], {}, "must start with 0"),
         ([0, 24], {"cu_seqlens_k": [0, 3, 24]}, "as many documents as"),
         ([0, 24], {"cu_seqlens_k": [0, 23]}, r"cu_seqlens_k \(\[0, 23\]\) must"),
         ([0, 24], {"sliding_window": 0}, r"sliding_window \(0\) must be at least 1"),
         ([0, 24], {"sliding_window": 3, "causal": False}, "must come with causal=True"),
     ],
-    ids=["local", "no-zero", "descending", "no-document", "counts", "keys", "window", "causal"],
+    ids=[
+        "local",
+        "no-zero",
+        "descending",
+        "floats",
+        "no-document",
+        "counts",
+        "keys",
+        "window",
+        "causal",
+    ],
 )
 def test_lengths_that_do_not_add_up_are_refused_on_every_rank(
-    bounds: list[int], options: dict[str, Any], message: str
+    bounds: Any, options: dict[str, Any], message: str
 ) -> None:
     """The local ``cu_seqlens`` of a rank among them: they would make a rank see its shard only."""
     case = MODES[1]

@@ -7,7 +7,7 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,27 +17,14 @@ from torch.distributed.tensor import DTensor, Shard
 from hp_dsa.operators import Operator
 from hp_dsa.view import DSAView, Lengths
 from hp_mesh._torch import redistribute, to_local
-from hp_mesh.checks import fail, require
+from hp_mesh.checks import fail, read_integers, require
 
 __all__ = ["Operands", "check_lengths", "read_lengths"]
 
 
 def read_lengths(where: str, name: str, given: Any) -> list[int] | None:
     """Return lengths on the host; a tensor on a device is waited for."""
-    if given is None:
-        return None
-    numbers = given
-    if isinstance(given, Tensor):
-        numbers = given.tolist()
-    elif isinstance(given, Iterable):
-        numbers = list(given)
-    require(
-        isinstance(numbers, list)
-        and all(isinstance(n, int) and not isinstance(n, bool) for n in numbers),
-        where,
-        f"{name} ({numbers}) must be integers, a list or a tensor of one dim",
-    )
-    return list(numbers)
+    return None if given is None else read_integers(where, name, given)
 
 
 def check_lengths(

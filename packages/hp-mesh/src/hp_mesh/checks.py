@@ -7,13 +7,16 @@ a wrong type), so that a constructor reads as a list of promises.
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 __all__ = [
     "advise_on_shards",
     "divisors",
     "fail",
     "nearest",
+    "read_integers",
     "require",
     "require_divisible",
     "require_positive",
@@ -57,6 +60,23 @@ def require_divisible(
     if value % by:
         raise fail(where, f"{name} ({value}) must be divisible by {by_name} ({by})", way_out)
     return value // by
+
+
+def read_integers(where: str, name: str, given: Any) -> list[int]:
+    """Return the integers of a list, or of a tensor of one dim, whose device is waited for.
+
+    Raises:
+        ValueError: If one is none. 5.0 is none: a length that was computed may be 4.999 as well.
+    """
+    is_tensor = hasattr(given, "tolist")
+    try:
+        numbers = list(given.tolist() if is_tensor else given)
+        if not any(isinstance(n, bool) for n in numbers):
+            return [n if isinstance(n, int) else operator.index(n) for n in numbers]
+    except TypeError:  # a number and no list of them, or what is in the list
+        pass
+    shown = f"{given.dtype} of shape {tuple(given.shape)}" if is_tensor else repr(given)
+    raise fail(where, f"{name} ({shown}) must be integers, a list or a tensor of one dim")
 
 
 def divisors(value: int) -> list[int]:

@@ -30,6 +30,7 @@ from hp_mesh.sequence import (
     pad_sequence,
     position_ids,
     rank_and_size,
+    read_cu_seqlens,
     shard_sequence,
 )
 
@@ -92,7 +93,7 @@ def unpack_documents(
         cu_seqlens: ``[0, ..., T]``; rows from ``T`` on are padding, and dropped.
         seq_dim: Dim of the sequence.
     """
-    bounds = _bounds("unpack_documents", cu_seqlens)
+    bounds = read_cu_seqlens("unpack_documents", cu_seqlens)
     length = packed.shape[seq_dim]
     require(
         bounds[-1] <= length,
@@ -133,7 +134,7 @@ def shard_packed(
         ValueError: If the lengths do not add up.
     """
     where = "shard_packed"
-    bounds = _bounds(where, cu_seqlens)
+    bounds = read_cu_seqlens(where, cu_seqlens)
     length = tokens.shape[seq_dim]
     require(
         bounds[-1] == length,
@@ -169,15 +170,3 @@ def shard_packed(
         local_cu_seqlens=tuple(local_cu_seqlens(bounds, rank, size, order=order)),
         length=length,
     )
-
-
-def _bounds(where: str, cu_seqlens: Sequence[int] | Tensor) -> list[int]:
-    bounds = [
-        int(x) for x in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)
-    ]
-    require(
-        len(bounds) > 1 and bounds[0] == 0 and all(a <= b for a, b in pairwise(bounds)),
-        where,
-        f"cu_seqlens ({bounds}) must start with 0 and not descend",
-    )
-    return bounds

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_mesh.checks import fail, require, require_positive
+from hp_mesh.checks import fail, read_integers, require, require_positive
 from hp_mesh.window import Range, contiguous_rows, head_tail_rows
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "position_ids",
     "rank_and_size",
     "rank_rows",
+    "read_cu_seqlens",
     "shard_sequence",
 ]
 
@@ -153,7 +154,7 @@ def position_ids(
     positions = torch.cat([torch.arange(*row, device=device) for row in rows])
     if cu_seqlens is None:
         return positions
-    ends = _cu_seqlens(where, cu_seqlens, global_length)
+    ends = read_cu_seqlens(where, cu_seqlens, global_length)
     starts = torch.tensor(ends, device=device)
     document = torch.searchsorted(starts, positions, right=True) - 1
     return positions - starts[document]
@@ -187,7 +188,7 @@ def next_token_labels(
     length = tokens.shape[dim]
     last = [length - 1]
     if cu_seqlens is not None:
-        last += [end - 1 for end in _cu_seqlens(where, cu_seqlens, length)[1:]]
+        last += [end - 1 for end in read_cu_seqlens(where, cu_seqlens, length)[1:]]
     index = torch.tensor(sorted({row for row in last if row >= 0}), device=tokens.device)
     labels = labels.index_fill(dim, index, ignore_index)
     if cp is None:
@@ -221,8 +222,8 @@ def local_cu_seqlens(
     """
     where = "local_cu_seqlens"
     rank, size = rank_and_size(where, (rank, size))
-    length = int(cu_seqlens[-1]) if global_length is None else global_length
-    bounds = _cu_seqlens(where, cu_seqlens, length)
+    bounds = read_cu_seqlens(where, cu_seqlens, global_length)
+    length = bounds[-1] if global_length is None else global_length
     rows = _rows(where, rank, size, length, order)
     require(
         len(rows) == 1 or bounds[-1] == length,
@@ -299,15 +300,18 @@ def _seq_dim(where: str, x: Tensor, seq_dim: int) -> int:
     return seq_dim % x.ndim
 
 
-def _cu_seqlens(where: str, cu_seqlens: Sequence[int] | Tensor, length: int) -> list[int]:
-    bounds = [int(bound) for bound in cu_seqlens]
+def read_cu_seqlens(
+    where: str, cu_seqlens: Sequence[int] | Tensor, length: int | None = None
+) -> list[int]:
+    """Return ``[0, ..., end]``, checked; it must end at ``length`` at most."""
+    bounds = read_integers(where, "cu_seqlens", cu_seqlens)
     require(
         len(bounds) >= 2 and bounds[0] == 0 and all(a <= b for a, b in pairwise(bounds)),
         where,
         f"cu_seqlens ({bounds}) must start with 0 and not descend",
     )
     require(
-        bounds[-1] <= length,
+        length is None or bounds[-1] <= length,
         where,
         f"the end of cu_seqlens ({bounds[-1]}) must be at most the sequence length ({length})",
     )

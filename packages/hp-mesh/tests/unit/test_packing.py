@@ -107,12 +107,16 @@ def test_local_boundaries_follow_the_order_of_the_data() -> None:
         (6, [1, 6], {}, "must start with 0 and not descend"),
         (6, [0, 4, 3, 6], {}, "must start with 0 and not descend"),
         (6, [0], {}, "must start with 0"),
+        (6, [0, 4.5, 6], {}, r"cu_seqlens \(\[0, 4\.5, 6\]\) must be integers, a list or a tensor"),
+        (6, torch.tensor([[0, 6]]), {}, r"cu_seqlens \(torch\.int64 of shape \(1, 2\)\) must be"),
+        (6, [False, 6], {}, "must be integers"),
+        (6, 6, {}, r"cu_seqlens \(6\) must be integers"),
         (6, [0, 6], {"labels": torch.arange(5)}, r"labels \(shape \[5\]\) must have the shape"),
         (6, [0, 6], {"order": "zigzag"}, "order"),
     ],
 )
 def test_lengths_that_do_not_add_up_are_refused(
-    tokens: int, bounds: list[int], options: dict[str, Any], message: str
+    tokens: int, bounds: Any, options: dict[str, Any], message: str
 ) -> None:
     """Documents that end elsewhere than the tokens, or labels of another length."""
     with pytest.raises(ValueError, match=message):

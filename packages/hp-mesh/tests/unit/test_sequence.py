@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -206,12 +208,14 @@ def test_padding_after_the_last_document_belongs_to_no_document() -> None:
         ([1, 4], None, "must start with 0"),
         ([0, 5, 4], None, "must start with 0 and not descend"),
         ([0], 4, "must start with 0"),
+        ([], None, "must start with 0"),
+        ([0, 3.9], None, r"cu_seqlens \(\[0, 3\.9\]\) must be integers"),
         ([0, 6], 4, r"end of cu_seqlens \(6\) must be at most the sequence length \(4\)"),
         ([0, 3, 7], None, r"\(7\) must be divisible by cp_size \(2\); pad it to 8"),
     ],
 )
 def test_boundaries_that_make_no_sense_are_refused(
-    bounds: list[int], length: int | None, part: str
+    bounds: Any, length: int | None, part: str
 ) -> None:
     for rank in range(2):
         with pytest.raises(ValueError, match=f"local_cu_seqlens: .*{part}"):

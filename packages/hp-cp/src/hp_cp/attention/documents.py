@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_mesh.checks import fail, require
+from hp_mesh.checks import fail, read_integers, require
 from hp_mesh.documents import packed_window
 from hp_mesh.window import AttentionWindow, Range
 
@@ -71,7 +71,7 @@ def _ranges(args: MutableMapping[str, Any], name: str, total: int, where: str) -
     value = args.get(name)
     if value is None:
         raise fail(where, f"{name} (None) must be given with input_layout 'TND'")
-    ends = [int(end) for end in (value.tolist() if isinstance(value, Tensor) else value)]
+    ends = read_integers(where, name, value)
     ranges = list(itertools.pairwise([0, *ends]))
     require(
         bool(ends) and ends[-1] == total and all(start <= stop for start, stop in ranges),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_mesh.checks import fail, require
+from hp_mesh.checks import fail, read_integers, require
 
 __all__ = ["bounds_of", "check_same", "positions_of", "read_cu_seq_lens"]
 
@@ -29,7 +29,8 @@ def read_cu_seq_lens(
     if given == [None, None]:
         return None
     q, k = (
-        None if x is None else tuple(int(n) for n in torch.as_tensor(x).tolist()) for x in given
+        None if x is None else tuple(read_integers(where, f"cu_seq_lens_{name}", x))
+        for name, x in zip("qk", given, strict=True)
     )
     require(
         q is not None and (k is None or k == q),

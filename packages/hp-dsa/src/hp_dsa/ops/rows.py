@@ -13,16 +13,16 @@ expressed by handing over the keys ``[0, e)``, and by nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hp_mesh.checks import fail, require
+from hp_mesh.checks import read_integers, require
 
 __all__ = ["Document", "Layout", "Lengths", "Rows"]
 
@@ -138,7 +138,7 @@ class Rows:
                 f"pass [{length}] for a single document",
             )
             return [length] * self.batch
-        numbers = _integers(self.where, name, given)
+        numbers = read_integers(self.where, name, given)
         if self.layout == "BSND":
             require(
                 len(numbers) == self.batch and all(0 <= n <= length for n in numbers),
@@ -160,16 +160,3 @@ class Rows:
             "make padding a document of its own, or cut the tensor",
         )
         return numbers
-
-
-def _integers(where: str, name: str, given: Any) -> list[int]:
-    if isinstance(given, Tensor):
-        if given.dim() == 1 and not (given.is_floating_point() or given.dtype is torch.bool):
-            return [int(n) for n in given.tolist()]
-        found = f"{given.dtype} of shape {tuple(given.shape)}"
-    else:
-        numbers: list[Any] = list(given) if isinstance(given, Iterable) else [None]
-        if all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
-            return numbers
-        found = repr(numbers if isinstance(given, Iterable) else given)
-    raise fail(where, f"{name} ({found}) must be integers, a list or a tensor of one dim")
