@@ -26,12 +26,13 @@ from hp_comm.failures import Naming
 from hp_comm.fingerprint import FINGERPRINT_BYTES, NO_FINGERPRINT, LocalRows, RowsWatch
 from hp_mesh.checks import fail
 
-__all__ = ["HEADER_BYTES", "gather_headers", "preflight"]
+__all__ = ["HEADER_BYTES", "compares_always", "gather_headers", "preflight"]
 
 HEADER_BYTES = 1024
 _DATA_AT = 1 + 2 + 16
 _TEXT_AT = _DATA_AT + FINGERPRINT_BYTES
 _TEXT_BYTES = HEADER_BYTES - _TEXT_AT
+_VARIABLE = "HP_PREFLIGHT"
 _MODES = ("always", "first", "off")
 _ABSENT = "absent"
 
@@ -57,7 +58,7 @@ def preflight(
         group: The ranks that must agree.
         where: Who asks, as an error message begins.
         signature: What must be the same on all ranks, by the name to show: shapes, dtypes, plan;
-            or what returns it, called only if ranks compare.
+            or what returns it, called only if ranks compare. What it raises is an ``error``.
         error: What is already wrong on this rank. The others learn of it in the same call.
         call_index: How many calls of this boundary went before, counted alike on all ranks.
         way_out: Ends the message about ranks that disagree. Called on every rank with the entries
@@ -73,12 +74,16 @@ def preflight(
         if error is not None:
             raise error
         return
-    if callable(signature):
-        signature = {} if error is not None else signature()
+    said: Mapping[str, object] = {}
     data = NO_FINGERPRINT
-    if looks and local is not None and error is None:
-        data = local.fingerprint()
-    headers = gather_headers(where, group, _header(where, signature, error, data))
+    if error is None:
+        try:
+            said = signature() if callable(signature) else signature
+            if looks and local is not None:
+                data = local.fingerprint()
+        except Exception as problem:  # whatever it is, the others would wait for this rank
+            error = problem
+    headers = gather_headers(where, group, _header(where, said, error, data))
     # one comparison of digests on the good path; texts are read only when they are needed
     agreed = torch.equal(headers[:, :_DATA_AT], headers[:1, :_DATA_AT].expand(len(headers), -1))
     if agreed and not int(headers[0, 0]):
@@ -89,8 +94,13 @@ def preflight(
     raise ValueError(_verdict(where, rows, way_out)) from error
 
 
+def compares_always() -> bool:
+    """Whether ``HP_PREFLIGHT=always`` asks for all that ranks can compare, whatever it costs."""
+    return os.environ.get(_VARIABLE) == "always"
+
+
 def _runs(where: str, group: ProcessGroup, call_index: int, looks: bool) -> bool:
-    mode = os.environ.get("HP_PREFLIGHT") or ("always" if _torch.is_plain_gloo(group) else "first")
+    mode = os.environ.get(_VARIABLE) or ("always" if _torch.is_plain_gloo(group) else "first")
     if mode not in _MODES:
         raise fail(where, f"HP_PREFLIGHT ({mode!r}) must be one of {', '.join(_MODES)}")
     if _torch.group_size(group) == 1:

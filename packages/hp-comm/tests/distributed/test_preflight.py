@@ -327,3 +327,31 @@ def test_an_error_of_one_rank_in_a_call_that_is_looked_at_reaches_all() -> None:
                 )
 
     ranks(2).run(on)
+
+
+class _Unreadable(LocalRows):
+    def fingerprint(self) -> bytes:
+        raise RuntimeError("CP: v cannot be read")
+
+
+@pytest.mark.parametrize("what", ["signature", "rows"])
+def test_what_fails_while_one_rank_speaks_reaches_all(what: str) -> None:
+    """Whatever it is: the other ranks are waiting for this one."""
+
+    def on(rank: int) -> None:
+        fails = rank == 1
+
+        def signature() -> Mapping[str, object]:
+            if fails and what == "signature":
+                raise RuntimeError("CP: v cannot be read")
+            return {"q": 1}
+
+        kind = _Unreadable if fails and what == "rows" else LocalRows
+        local = kind("v", randn(2, 6, 3, seed=rank), 1)
+        with pytest.raises(ValueError, match=r"^CP: v cannot be read \(on rank 1 of 2\)$"):
+            preflight(
+                dist.group.WORLD, "CP", signature, call_index=0, watch=RowsWatch(), local=local
+            )
+        preflight(dist.group.WORLD, "CP", {"q": 1}, call_index=1)
+
+    ranks(2).run(on)

@@ -154,7 +154,7 @@ class CPBoundary(Boundary[Call]):
         inputs: Inputs | None = None
         try:
             inputs = self._read(args, kwargs)
-        except (TypeError, ValueError) as problem:
+        except Exception as problem:  # whatever it is, the others would wait for this rank
             error = problem
         preflight(
             self.group,

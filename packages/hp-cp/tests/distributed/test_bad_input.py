@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_cp import ContextParallel, attention_window
+from hp_mesh.boundary import boundary_of
 from hp_mesh.testing import count_collectives, randn, ranks
 
 from ._compare import EACH, Case, compare
@@ -149,6 +150,25 @@ def test_a_head_count_wrong_on_one_rank_is_every_ranks_error() -> None:
         module(*(x[:, :, :3] if rank == 1 else x for x in local))
 
     _refused(Case(P=4), bad, "num_heads (3)", "(on rank 1 of 4)")
+
+
+def test_whatever_fails_on_one_rank_is_every_ranks_error() -> None:
+    """Not only what was foreseen: the others are in a collective, and would wait."""
+
+    def bad(rank: int, module: nn.Module, local: list[Tensor]) -> None:
+        boundary: Any = boundary_of(module)
+
+        def fails(*_: object) -> None:
+            raise RuntimeError("out of memory")
+
+        if rank == 1:
+            boundary._read = fails
+        try:
+            module(*local)
+        finally:
+            vars(boundary).pop("_read", None)
+
+    _refused(Case(P=2), bad, "out of memory (on rank 1 of 2)")
 
 
 def test_more_kv_heads_than_heads_are_refused() -> None:

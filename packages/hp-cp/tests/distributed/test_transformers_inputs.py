@@ -296,6 +296,14 @@ REFUSED: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
         lambda r: {"attention_mask": torch.ones(B, 12), "position_ids": cut(PACKED, r)},
         "position_ids: they restart between visible tokens",
     ),
+    "labels in a list, on one rank only": (
+        lambda r: {"labels": [[1] * 12] * B if r == 0 else cut(IDS, r)},
+        r"labels \(list\) must be a tensor \(on rank 0 of 2\)",
+    ),
+    "documents in two rows, on one rank only": (
+        lambda r: {"cu_seq_lens_q": torch.tensor([[0, S]])} if r == 1 else {},
+        r"cu_seq_lens_q \(torch\.int64 of shape \(1, 2\)\) must be integers.*\(on rank 1 of 2\)",
+    ),
     "a mask on one rank only": (
         lambda r: {"attention_mask": torch.ones(B, 12)} if r == 0 else {},
         "attention_mask",

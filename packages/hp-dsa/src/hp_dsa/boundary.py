@@ -11,12 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from hp_comm import preflight
+from hp_comm.agreement import compares_always
 from hp_comm.fingerprint import RowsWatch
 from hp_dsa.call import DSACall
 from hp_dsa.gather import Gathered, Gatherer
 from hp_dsa.gather_cache import open_gathers
 from hp_dsa.hand_over import hand_over
-from hp_dsa.indices import check_indices, every_call_is_checked, waits
+from hp_dsa.indices import check_indices, waits
 from hp_dsa.inputs import Inputs, advise, read_inputs
 from hp_dsa.key_refetch import GatheredKeys
 from hp_dsa.late_errors import LateErrors
@@ -139,7 +140,7 @@ class DSABoundary(Boundary[DSACall]):
             inputs = self._read(args, kwargs)
             self._check_indices(inputs, index)
             inputs.packs = known.packs(inputs.sources, self.gatherer, inputs.under_way)
-        except (TypeError, ValueError) as problem:
+        except Exception as problem:  # whatever it is, the others would wait for this rank
             error = problem
         preflight(
             self.group,
@@ -176,7 +177,7 @@ class DSABoundary(Boundary[DSACall]):
         indices = inputs.locals.get("topk_indices")
         if indices is None:
             return
-        if index == 0 or not waits(indices) or every_call_is_checked():
+        if index == 0 or not waits(indices) or compares_always():
             num_keys = inputs.local_keys * self.plan.cp_size
             check_indices(self.where, "topk_indices", indices, num_keys)
 

@@ -8,26 +8,20 @@ refused before that, or it would be taken for one that is not seen.
 
 from __future__ import annotations
 
-import os
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from hp_comm.agreement import compares_always
 from hp_mesh.checks import fail, require, require_positive
 from hp_mesh.documents import KeyWindow
 
 if TYPE_CHECKING:
     from hp_dsa.view import DSAView, Lengths
 
-__all__ = [
-    "check_documents",
-    "check_indices",
-    "drop_unseen",
-    "every_call_is_checked",
-    "waits",
-]
+__all__ = ["check_documents", "check_indices", "drop_unseen", "waits"]
 
 _LEAST = torch.iinfo(torch.int32).min
 
@@ -91,7 +85,7 @@ def check_documents(
     unit = "keys" if block == 1 else f"blocks of {block} keys"
     kind = "row" if batched else "document"
     way_out = "indices count from the start of their own row or document"
-    if view.call_index and waits(indices) and not every_call_is_checked():
+    if view.call_index and waits(indices) and not compares_always():
         # a row of padding has no limit that it could pass
         least = torch.where(is_real, -1, _LEAST).to(low.device, non_blocking=True)
         most = torch.where(is_real, limits, -_LEAST).to(low.device, non_blocking=True)
@@ -117,11 +111,6 @@ def check_documents(
 def waits(x: Tensor) -> bool:
     """Whether the host would have to wait to know what ``x`` holds."""
     return x.device.type != "cpu"
-
-
-def every_call_is_checked() -> bool:
-    """Whether ``HP_PREFLIGHT=always`` asks for all that ranks can compare, whatever it costs."""
-    return os.environ.get("HP_PREFLIGHT") == "always"
 
 
 def _check_dtype(where: str, name: str, indices: Tensor) -> None:

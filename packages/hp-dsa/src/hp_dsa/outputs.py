@@ -87,11 +87,11 @@ class Returned:
         self, parts: Sequence[Sequence[Tensor]], windows: Sequence[KeyWindow] | None
     ) -> list[Result | None]:
         """Return what plain outputs are, or raise what any rank found wrong, on all of them."""
-        error: ValueError | None = None
+        error: Exception | None = None
         kinds: list[Result | None] = []
         try:
             kinds = self._read(parts, windows)
-        except ValueError as problem:
+        except Exception as problem:  # whatever it is, the others would wait for this rank
             error = problem
         preflight(
             self._view.group,

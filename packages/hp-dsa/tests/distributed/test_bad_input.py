@@ -17,6 +17,7 @@ from hp_dsa import (
     make_plan,
     ops,
 )
+from hp_mesh.boundary import boundary_of
 from hp_mesh.testing import randn, ranks
 
 from ._layer import Attention, Case, Indexer, Loss
@@ -113,6 +114,15 @@ def odd(rank: int, module: Any, q: Tensor, k: Tensor, w: Tensor) -> None:
     module(_shard(rank, q[:, :10]), _shard(rank, k[:, :10]), _shard(rank, w[:, :10]))
 
 
+def fails_otherwise(rank: int, module: Any, q: Tensor, k: Tensor, w: Tensor) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("DSAIndexerContextParallel: out of memory")
+
+    if rank == 1:
+        boundary_of(module)._read = fails
+    module(*(_shard(rank, x) for x in (q, k, w)))
+
+
 CALLS: list[tuple[Callable[..., None], dict[str, Any], str]] = [
     (missing, {}, "weights must be at position 2 or keyword 'weights'"),
     (not_a_tensor, {}, "key (argument 1) must be a tensor, got NoneType"),
@@ -123,6 +133,7 @@ CALLS: list[tuple[Callable[..., None], dict[str, Any], str]] = [
     (only_one_rank, {}, "key has 5 rows on this rank and query 6"),
     (other_dtype, {}, "torch.float32 on rank 0"),
     (packed, {}, "must have the dims of layout 'BSND'; construct the style with layout='TND'"),
+    (fails_otherwise, {}, "out of memory (on rank 1 of 2)"),
     (odd, {"load_balance": True}, "local sequence length (5) must be even with load_balance=True"),
 ]
 

@@ -70,6 +70,7 @@ def test_what_a_rank_alone_finds_wrong_is_raised_on_all() -> None:
     for second, message in (
         ({"attention_mask": masked}, "attention_mask"),
         ({"labels": IDS[:, : S // 2]}, "must be \\[B, 24\\]"),
+        ({"labels": IDS.tolist()}, "labels \\(list\\) must be a tensor \\(on rank 1 of 2\\)"),
         ({"logits_to_keep": 1}, "logits_to_keep"),
         ({"labels": IDS}, "labels given"),
         ({"shift_labels": IDS}, "shift_labels given"),

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hp_cp.transformers.documents import read_cu_seq_lens
-from hp_mesh.checks import fail, require
+from hp_mesh.checks import fail, require, require_type
 
 __all__ = ["check_call", "check_rotary", "tokens_of"]
 
@@ -53,6 +53,7 @@ def check_call(
         if given is None or isinstance(given, dict):
             shapes[key] = type(given).__name__
             continue
+        require_type(where, key, given, Tensor, "a tensor")
         shapes[key] = tuple(given.shape) if given.ndim == 2 else f"{given.ndim}-D"
         if key == "attention_mask" and given.ndim == 4:
             continue  # core_attention checks it against its window

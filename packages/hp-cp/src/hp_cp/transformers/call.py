@@ -125,11 +125,11 @@ def _by_name(
 
 def _settle(model: PreTrainedModel, named: dict[str, Any], ranks: _mesh.CpRanks) -> GlobalCall:
     where = type(model).__name__
-    problem: ValueError | None = None
+    problem: Exception | None = None
     shapes: dict[str, object] = {}
     try:
         shapes = check_call(model, named, ranks.size, where)
-    except ValueError as error:
+    except Exception as error:  # whatever it is, the others would wait for this rank
         problem = error
     index: int = vars(model).get("_hp_cp_calls", 0)
     vars(model)["_hp_cp_calls"] = index + 1

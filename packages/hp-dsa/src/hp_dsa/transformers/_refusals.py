@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hp_dsa.operands import read_lengths
-from hp_mesh.checks import fail, require
+from hp_mesh.checks import fail, require, require_type
 
 if TYPE_CHECKING:
     from hp_dsa.transformers.call import ModelCall
@@ -134,6 +134,7 @@ def check_labels(named: dict[str, Any], call: ModelCall, where: str) -> None:
     shifted, whole = named.get("shift_labels"), call.global_length
     allowed = [whole] if shifted is None else [whole // call.cp_size, whole]
     name, given = ("labels", named["labels"]) if shifted is None else ("shift_labels", shifted)
+    require_type(where, name, given, Tensor, "a tensor")
     require(
         given.ndim == 2 and given.shape[1] in allowed,
         where,

@@ -156,11 +156,11 @@ def _settle(model: PreTrainedModel, named: dict[str, Any]) -> ModelCall:
     where = type(model).__name__
     _last.pop(model, None)
     call = _facts(model, where)
-    problem: ValueError | None = None
+    problem: Exception | None = None
     shapes: dict[str, object] = {}
     try:
         shapes = _read(model, named, call, where)
-    except ValueError as error:
+    except Exception as error:  # whatever it is, the others would wait for this rank
         problem = error
     index = _calls.get(model, 0)
     _calls[model] = index + 1
