@@ -141,7 +141,7 @@ def dense_softmax_lse(
     query_index: Tensor, key_index: Tensor, weights: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor]:
     """Call ``npu_dense_lightning_indexer_softmax_lse``, for 8192 queries at a time."""
-    _ = rows.documents  # as in `_require_loss`
+    rows.check_lengths()
     _require_dtype(rows, query_index=query_index, key_index=key_index, weights=weights)
     _require_index(rows, query_index)
     sequence = 2 if rows.layout == "BSND" else 1
@@ -197,7 +197,7 @@ def _check_lengths(rows: Rows) -> None:
     """Check lengths that the host has; those on the device are not waited for."""
     given = (rows.query_lengths, rows.key_lengths)
     if not any(isinstance(x, Tensor) and x.device.type != "cpu" for x in given):
-        _ = rows.documents  # reading them is the check
+        rows.check_lengths()
 
 
 def _tensor(lengths: Lengths | None, like: Tensor) -> Tensor | None:
@@ -297,7 +297,7 @@ def _require_dtype(rows: Rows, **tensors: Tensor) -> None:
 def _require_loss(given: LossInputs) -> None:
     """Require what the two losses have in common."""
     rows = given.rows
-    _ = rows.documents  # reading the lengths, which go to the kernel as lists, is the check
+    rows.check_lengths()  # the kernel takes lists as they are
     names = ("query", "key", "query_index", "key_index", "weights")
     _require_dtype(rows, **{name: getattr(given, name) for name in names})
     _require(rows, "N1", given.query.shape[-2], (32, 64, 128), "32, 64 or 128 heads")

@@ -15,7 +15,7 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 """``d_query_index, d_key_index, d_weights`` and the loss ``[1]``."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionInputs:
     """What attention is given, on the rows of one call.
 
@@ -42,7 +42,7 @@ class AttentionInputs:
     block_size: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LossInputs:
     """What both losses are given, on the rows of one call.
 
@@ -69,8 +69,8 @@ class LossInputs:
     softmax_sum: Tensor
     scale: float
     rows: Rows
-    query_rope: Tensor | None = None
-    key_rope: Tensor | None = None
+    query_rope: Tensor | None
+    key_rope: Tensor | None
 
     @property
     def of_index(self) -> tuple[Tensor, Tensor, Tensor]:

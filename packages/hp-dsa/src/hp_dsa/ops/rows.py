@@ -96,6 +96,10 @@ class Rows:
             for (qa, qe), (ka, ke) in zip(pairwise([0, *query]), pairwise([0, *key]), strict=True)
         )
 
+    def check_lengths(self) -> None:
+        """Refuse lengths that do not add up; tensors among them are read to the host."""
+        _ = self.documents
+
     def visible(self, document: Document, row: int) -> int:
         """Return how many of the document's keys its query ``row`` sees: a prefix."""
         if self.sparse_mode != _CAUSAL:
