@@ -114,6 +114,18 @@ def test_a_mesh_that_no_style_takes_leaves_the_model_as_it_was() -> None:
     ranks(2).run(run)
 
 
+def test_a_layer_that_cannot_be_prepared_leaves_the_model_as_it_was() -> None:
+    """The layers before it, and what it was given before it failed, are taken back."""
+    model = build("glm")
+    kinds = [type(module) for module in model.modules()]
+    del model.model.layers[-1].self_attn.scaling
+
+    with pytest.raises(AttributeError, match="scaling"):
+        prepare_model(model)
+
+    assert [type(module) for module in model.modules()] == kinds
+
+
 @FAMILY
 def test_other_code_of_transformers_is_refused(
     family: str, monkeypatch: pytest.MonkeyPatch

@@ -66,10 +66,10 @@ def apply_styles(
 
 
 def remove_styles(layer: Any) -> None:
-    """Take the styles off again."""
+    """Take the styles off again, as many as there are."""
     DSAGatherCache().remove(layer)
     for name in _BOUNDARIES:
-        core = getattr(layer, name)
+        core = getattr(layer, name, None)
         boundary: Any = None if core is None else boundary_of(core)
         if boundary is not None:
             boundary.style.remove(core)

@@ -148,7 +148,7 @@ def prepare_model(
             _prepare_layer(layer, family, plan.layout, indexer_loss)
             if mesh is not None:
                 apply_styles(layer, mesh, plan=plan, keep_keys=keep_keys, overlap=overlap)
-    except BaseException:  # a mesh that no style takes: the model is left as it was
+    except BaseException:  # such as of a mesh that no style takes: the model stays as it was
         _restore_layers(model)
         raise
     entered = {id(m): m for m in (model, model.base_model)}.values()
@@ -185,7 +185,8 @@ def _restore_layers(model: nn.Module) -> None:
             if type(module) is family.absorbed:
                 remove_styles(module)
                 for name in _CHILDREN:
-                    delattr(module, name)
+                    if hasattr(module, name):  # not yet, where a layer failed half way
+                        delattr(module, name)
                 module.__class__ = family.attention
             elif type(module) is family.inputs:
                 module.__class__ = family.indexer
