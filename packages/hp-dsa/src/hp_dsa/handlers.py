@@ -38,8 +38,8 @@ class _Handler:
         if isinstance(view, DSAView):
             if view.is_local:  # the boundary has cut the keys
                 return func(*args, **kwargs)
-            given = {**dict(zip(self.operator.positional, args, strict=False)), **kwargs}
             where = f"{view.where}: {self.name}"
+            given = self._named(args, kwargs, where)
             return OperatorCall(view, func, self.operator, given, where).run()
         require(
             not any(view.owns(x) for x in (*args, *kwargs.values())),
@@ -48,3 +48,17 @@ class _Handler:
             "apply a style of hp_dsa to a module around the operator",
         )
         return func(*args, **kwargs)
+
+    def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Return the arguments by name; what is no call on one device is none here."""
+        names = self.operator.positional
+        if len(args) > len(names):
+            raise TypeError(
+                f"{where}: positional arguments ({len(args)}) must be at most {len(names)}: "
+                f"{', '.join(names)}; pass the others by keyword"
+            )
+        given = dict(zip(names, args, strict=False))
+        twice = [name for name in given if name in kwargs]
+        if twice or names[0] not in {**given, **kwargs}:
+            raise TypeError(f"{where}: {(twice or names)[0]} must be given once")
+        return {**given, **kwargs}

@@ -335,3 +335,40 @@ def test_what_is_no_module_and_no_mesh_is_refused_before_anything_is_applied() -
         assert not module._forward_hooks and not module._forward_pre_hooks
 
     ranks(1).run(run)
+
+
+class _Calls(torch.nn.Module):
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, query: Tensor, key: Tensor, weights: Tensor) -> Any:
+        return self.call(query, key, weights)
+
+
+@pytest.mark.parametrize(
+    ("call", "rule"),
+    [
+        (
+            lambda q, k, w: ops.lightning_indexer(q, k, w, 4),
+            "positional arguments (4) must be at most 3: query, key, weights; pass the others by",
+        ),
+        (lambda q, k, w: ops.lightning_indexer(q, k, w, key=k), "key must be given once"),
+        (lambda q, k, w: ops.lightning_indexer(key=k, weights=w), "query must be given once"),
+    ],
+    ids=["one too many", "twice", "no query"],
+)
+def test_what_is_no_call_on_one_device_is_none_inside(call: Callable[..., Any], rule: str) -> None:
+    """An argument that nobody takes is not left out without a word."""
+    x = Case(P=2).inputs()
+    whole = [x[name] for name in ("query_index", "key_index", "weights")]
+    with pytest.raises(TypeError):
+        call(*whole)
+
+    def run(rank: int) -> None:
+        module = DSAIndexerContextParallel().apply(_Calls(call), Case(P=2).mesh())
+        module(*(_shard(rank, one) for one in whole))
+
+    for error in ranks(2).errors(run):
+        assert isinstance(error, TypeError)
+        assert f"DSAIndexerContextParallel: lightning_indexer: {rule}" in str(error)
