@@ -1,8 +1,8 @@
 """Attention ops inside the boundary: unwrap, compute this rank's rows, wrap.
 
-Registered with the global view (`hp_mesh.view`); the arithmetic on local tensors is in
-`hp_cp.attention`. An op may be handed DTensors (the default convention) or plain local tensors
-(``use_local_input=True``, or a core that calls ``to_local()`` itself).
+Registered in `hp_mesh.handlers`; the arithmetic on local tensors is in `hp_cp.attention`. An op may
+be handed DTensors (the default convention) or plain local tensors (``use_local_input=True``, or a
+core that calls ``to_local()`` itself).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hp_cp.attention.rng import seeded
 from hp_cp.crossed import refuse_crossed_dims
 from hp_cp.flex import register_flex_attention
 from hp_cp.packed import register_packed_attention
+from hp_cp.sdpa_rows import sdpa_of_rows
 from hp_cp.sliding import register_sliding_window
 from hp_cp.streamed import streamed_sdpa
 from hp_cp.unwrap import (
@@ -30,7 +31,6 @@ from hp_cp.unwrap import (
     on_mesh,
     query_window,
     rows_beside,
-    sdpa_of_rows,
     shard_range,
 )
 from hp_cp.varlen import register_varlen

@@ -7,12 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
+from hp_cp.attention.masks import refuse_flag_beside_mask
 from hp_cp.attention.streamed import streamed_attention
-from hp_cp.unwrap import keys_beside, local_mask, on_mesh, query_window, shard_range
-from hp_mesh._torch import from_local, to_local
+from hp_cp.sdpa_rows import sdpa_of_rows
+from hp_cp.unwrap import keys_beside, on_mesh, query_window
 from hp_mesh.checks import require
 from hp_mesh.streamed import Streamed
 from hp_mesh.view import View
+from hp_mesh.window import AttentionWindow
 
 __all__ = ["streamed_sdpa"]
 
@@ -56,14 +58,9 @@ def streamed_sdpa(
         f"attn_mask must not require grad under {streamed.option}",
         f"detach it, or leave {streamed.option} out",
     )
-    if given["is_causal"] and mask is not None:
-        raise RuntimeError(  # torch's own words, as in hp_cp.attention.sdpa
-            "_scaled_dot_product_attention: Explicit attn_mask should not be set when "
-            "is_causal=True"
-        )
+    refuse_flag_beside_mask(mask, given["is_causal"])
     q, k, v = (on_mesh(view, t) for t in tensors)
-    seq_dim, head_dim = q.ndim - 2, q.ndim - 3 if q.ndim > 2 else None
-    placements, grads = tuple(q.placements), view.partial_grads(q.placements)
+    seq_dim = q.ndim - 2
     require(
         all(x.placements[axis].is_shard(x.ndim - 2) for x in (q, k, v)),
         where,
@@ -71,19 +68,10 @@ def streamed_sdpa(
         f"must have the sequence, cut over axis {axis}, in dim -2",
         "transpose them to [..., heads, tokens, head size]",
     )
-    result = streamed_attention(
-        to_local(q, grads),
-        keys_beside(view, k, q, seq_dim, where, streamed_axis=axis),
-        keys_beside(view, v, q, seq_dim, where, streamed_axis=axis),
-        query_window(view, q, seq_dim, k.size(-2)),
-        streamed.group,
-        streamed.parts,
-        attn_mask=local_mask(view, mask, q, head_dim),
-        heads=None
-        if head_dim is None
-        else shard_range(view.mesh, placements, head_dim, q.size(head_dim)),
-        num_heads=None if head_dim is None else q.size(head_dim),
-        where=where,
-        **given,
-    )
-    return from_local(result, view.mesh, placements, grads)
+    window = query_window(view, q, seq_dim, k.size(-2))
+    keys, values = (keys_beside(view, x, q, seq_dim, where, streamed_axis=axis) for x in (k, v))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, window: AttentionWindow, **options: Any) -> Tensor:
+        return streamed_attention(q, k, v, window, streamed.group, streamed.parts, **options)
+
+    return sdpa_of_rows(view, q, keys, values, window, mask, given, where, attend)

@@ -7,15 +7,14 @@ whole are partial on that axis: each rank's rows contribute their part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from hp_cp.attention import dropout_seed, window_sdpa
-from hp_mesh._torch import from_local, redistribute, to_local
+from hp_cp.attention import dropout_seed
+from hp_mesh._torch import redistribute, to_local
 from hp_mesh.checks import fail
 from hp_mesh.plain import cut_head_group, parts_beside_cp, share_of_replicated
 from hp_mesh.view import View
@@ -29,7 +28,6 @@ __all__ = [
     "on_mesh",
     "query_window",
     "rows_beside",
-    "sdpa_of_rows",
     "shard_range",
 ]
 
@@ -214,44 +212,3 @@ def block_seed(view: View, placements: Sequence[Placement], dropout_p: float) ->
         for index, placement in zip(coordinate, placements, strict=True)
     ]
     return dropout_seed([*block, view.window.query_start])
-
-
-def sdpa_of_rows(
-    view: View,
-    q: DTensor,
-    k: Tensor,
-    v: Tensor,
-    window: AttentionWindow,
-    mask: Tensor | None,
-    given: Mapping[str, Any],
-    where: str,
-) -> DTensor:
-    """Compute ``F.scaled_dot_product_attention`` for the rows of ``q`` on this rank.
-
-    Args:
-        view: The active view.
-        q: The queries, ``[..., H, Lq, D]``.
-        k: What these rows and heads need of the keys, as a local tensor.
-        v: The same of the values.
-        window: Where the rows lie among the keys.
-        mask: ``attn_mask``.
-        given: The other arguments of the op.
-        where: Name of the op, for errors.
-    """
-    head_dim = q.ndim - 3 if q.ndim > 2 else None
-    placements, grads = tuple(q.placements), view.partial_grads(q.placements)
-    result = window_sdpa(
-        to_local(q, grads),
-        k,
-        v,
-        window,
-        attn_mask=local_mask(view, mask, q, head_dim),
-        heads=None
-        if head_dim is None
-        else shard_range(view.mesh, placements, head_dim, q.size(head_dim)),
-        num_heads=None if head_dim is None else q.size(head_dim),
-        dropout_seed=block_seed(view, placements, given["dropout_p"]),
-        where=where,
-        **given,
-    )
-    return from_local(result, view.mesh, placements, grads)

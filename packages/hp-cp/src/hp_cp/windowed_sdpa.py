@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from hp_cp.unwrap import on_mesh, query_window, sdpa_of_rows
+from hp_cp.attention.masks import refuse_flag_beside_mask
+from hp_cp.sdpa_rows import sdpa_of_rows
+from hp_cp.unwrap import on_mesh, query_window
 from hp_cp.windowed import Halo, check_mask, fetch_keys, halo_of, rows_of_mask
 from hp_mesh.checks import fail
 from hp_mesh.view import View
@@ -48,11 +50,7 @@ def windowed_sdpa(
             "call hp_cp.sliding_window_attention, which is the same on one device, pass a mask of "
             f"the window, or leave {halo.option} out",
         )
-    if given["is_causal"]:
-        raise RuntimeError(  # torch's own words, as in hp_cp.attention.sdpa
-            "_scaled_dot_product_attention: Explicit attn_mask should not be set when "
-            "is_causal=True"
-        )
+    refuse_flag_beside_mask(mask, given["is_causal"])
     check_mask(halo, mask, length, where)
     k, v, spans = fetch_keys(view, halo, q, key, value, seq_dim, where)
     rows = rows_of_mask(mask, window.query_start, window.query_length, spans)

@@ -7,7 +7,20 @@ from torch import Tensor
 from hp_mesh.checks import fail
 from hp_mesh.window import AttentionWindow, Range
 
-__all__ = ["cut_heads", "cut_mask", "cut_rows"]
+__all__ = ["cut_heads", "cut_mask", "cut_rows", "refuse_flag_beside_mask"]
+
+
+def refuse_flag_beside_mask(mask: Tensor | None, is_causal: bool) -> None:
+    """Refuse both at once: torch's documentation rules it out, and so do most of its back ends.
+
+    Raises:
+        RuntimeError: In torch's own words.
+    """
+    if is_causal and mask is not None:
+        raise RuntimeError(
+            "_scaled_dot_product_attention: Explicit attn_mask should not be set when "
+            "is_causal=True"
+        )
 
 
 def cut_mask(

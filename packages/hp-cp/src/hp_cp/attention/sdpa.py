@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend
 
 from hp_cp.attention import _flash_cpu, _npu, rng
 from hp_cp.attention.inputs import prepare
-from hp_cp.attention.masks import cut_mask
+from hp_cp.attention.masks import cut_mask, refuse_flag_beside_mask
 from hp_cp.attention.tiled import tiled_attention
 from hp_mesh.checks import fail
 from hp_mesh.window import AttentionWindow, Range
@@ -65,12 +65,7 @@ def window_sdpa(
     Returns:
         ``[..., H, Lq, Dv]``. Inputs of any strides; nothing is cast except as autocast says.
     """
-    if is_causal and attn_mask is not None:
-        # torch's own words: its documentation rules this out, and so do most of its back ends
-        raise RuntimeError(
-            "_scaled_dot_product_attention: Explicit attn_mask should not be set when "
-            "is_causal=True"
-        )
+    refuse_flag_beside_mask(attn_mask, is_causal)
     if not 0.0 <= dropout_p <= 1.0:
         raise fail(where, f"dropout_p ({dropout_p}) must be between 0 and 1")
     if attn_mask is not None:

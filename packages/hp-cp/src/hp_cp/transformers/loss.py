@@ -9,11 +9,9 @@ __all__ = ["GlobalCausalLoss"]
 
 
 class GlobalCausalLoss(CausalLoss):
-    """A causal LM's ``loss_function`` that knows when its logits are a shard.
+    """The loss that `add_core_attention` gives a causal LM.
 
-    Takes the loss function that the model had, which still serves calls without context
-    parallelism, and by how much the gradient reduction divides (see `add_core_attention`). Labels
-    may be those of this rank, ``[B, S/P]``, or of the whole sequence, ``[B, S]``.
+    Labels may be those of this rank, ``[B, S/P]``, or of the whole sequence, ``[B, S]``.
     """
 
     keyword = KEYWORD
