@@ -27,14 +27,21 @@ class _Core(nn.Module):
 
 
 class SelectKeys(_Core):
-    """Which keys each query attends to; the indexer's projections stay in transformers' module."""
+    """Which keys each query attends to, given what the indexer has projected."""
 
     def __init__(self, layout: str, count: int) -> None:
         super().__init__(layout)
         self.count = count
 
     def forward(self, query: Tensor, key: Tensor, weights: Tensor, ends: Ends = None) -> Tensor:
-        """Return int32 ``[.., 1, K]`` for query ``[.., N, D]``, key ``[.., 1, D]``."""
+        """Return int32 indices ``[.., 1, K]``.
+
+        Args:
+            query: The indexer's, ``[.., N, D]``.
+            key: The indexer's, ``[.., 1, D]``.
+            weights: The indexer's, ``[.., N]``.
+            ends: Of packed documents.
+        """
         indices, _ = ops.lightning_indexer(
             query,
             key,
@@ -65,9 +72,17 @@ class SparseAttention(_Core):
         key_rope: Tensor,
         ends: Ends = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output ``[.., H, R]`` and the softmax statistics.
+        """Return the output ``[.., H, R]`` and the softmax statistics, maximum and sum.
 
-        With ``dense``, ``topk_indices`` are zeros ``[.., 1, 1]``: the one block of all keys.
+        Args:
+            query: In the latent, ``[.., H, R]``.
+            key: The latent, ``[.., 1, R]``.
+            value: The latent once more.
+            topk_indices: int32 ``[.., 1, K]``. With ``dense``, zeros ``[.., 1, 1]``: the one block
+                of all keys.
+            query_rope: ``[.., H, Dr]``.
+            key_rope: ``[.., 1, Dr]``.
+            ends: Of packed documents.
         """
         return ops.sparse_flash_attention(
             query,
@@ -108,7 +123,7 @@ class IndexerLoss(_Core):
         key_rope: Tensor,
         ends: Ends = None,
     ) -> Tensor:
-        """Return ``[1]``, a sum over rows."""
+        """Return ``[1]``, a sum over rows; the arguments are those of the two other cores."""
         return ops.sparse_lightning_indexer_kl_loss(
             query,
             key,
@@ -144,7 +159,7 @@ class DenseIndexerLoss(IndexerLoss):
         key_rope: Tensor,
         ends: Ends = None,
     ) -> Tensor:
-        """Return ``[1]``, a sum over rows."""
+        """Return ``[1]``, a sum over rows; as `IndexerLoss`, without indices."""
         index = (query_index, key_index, weights)
         statistics = ops.dense_lightning_indexer_softmax_lse(
             *index, layout=self.layout, actual_seq_qlen=ends, actual_seq_klen=ends

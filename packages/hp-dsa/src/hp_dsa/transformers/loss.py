@@ -74,11 +74,9 @@ def indexer_loss(
 
 
 class GlobalCausalLoss(CausalLoss):
-    """A causal LM's ``loss_function`` that knows when its logits are a shard.
+    """The loss that `prepare_model` gives a causal LM.
 
-    Takes the loss function that the model had, which still serves calls on one device, and by how
-    much the reduction of gradients divides (see `prepare_model`). Labels are those of the whole
-    sequence, ``[B, S]``.
+    Labels are those of the whole sequence, ``[B, S]``.
     """
 
     keyword = KEYWORD
