@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from hp_tune.cli import main
 from hp_tune.study.journal import locked
 from hp_tune.study.trials import read_study
+
+from ._program import empty_folder, run
 
 QWEN = ["search", "--model", "Qwen2.5-7B", "--cluster", "atlas-800t-a2", "--cp", "8"]
 SEARCH = [*QWEN, "--seq", "64K"]
@@ -25,20 +26,8 @@ WORKERS = 6
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Each test in an empty folder, and pytest's signal handlers left in place."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    return tmp_path
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Run in this process; return exit code, stdout, stderr."""
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    captured = capsys.readouterr()
-    code = stopped.value.code
-    assert isinstance(code, int)
-    return code, captured.out, captured.err
+    """Each test in an empty folder."""
+    return empty_folder(tmp_path, monkeypatch)
 
 
 def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from hp_tune.cli import main
 from hp_tune.commands.config import NOT_IN_FILES, options_of, read_config
 from hp_tune.commands.search import search
 from hp_tune.errors import UsageError
+
+from ._program import empty_folder, run
 
 YAML = """\
 version: 1
@@ -74,21 +74,8 @@ JSON = json.dumps(
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Each test in an empty folder, and pytest's signal handlers left in place."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    return tmp_path
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Run in this process; return exit code, stdout, stderr."""
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    captured = capsys.readouterr()
-    code = stopped.value.code
-    assert isinstance(code, int)
-    assert "Traceback" not in captured.err
-    return code, captured.out, captured.err
+    """Each test in an empty folder."""
+    return empty_folder(tmp_path, monkeypatch)
 
 
 def searches(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
 
-from hp_tune.cli import main
 from hp_tune.clusters.cluster_files import cluster_presets, read_cluster
 from hp_tune.explanation.recorded import result_of_study
 from hp_tune.models.hf_config import read_model
@@ -17,25 +15,15 @@ from hp_tune.searching.engine import search
 from hp_tune.workload import Workload
 
 from ._fake_measurer import FakeMeasurer
+from ._program import empty_folder, run
 
 QWEN = ["--model", "Qwen2.5-7B", "--cluster", "atlas-800t-a2", "--cp", "8", "--seq", "64K"]
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working folder, and pytest's signal handlers left in place."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    return tmp_path
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of one command."""
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    out, err = capsys.readouterr()
-    assert "Traceback" not in err
-    return int(stopped.value.code or 0), out, err
+    """Each test in an empty folder."""
+    return empty_folder(tmp_path, monkeypatch)
 
 
 def test_a_plan_is_explained_as_its_search_would_be(capsys: pytest.CaptureFixture[str]) -> None:

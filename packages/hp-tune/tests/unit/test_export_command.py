@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import runpy
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import yaml
 
 import hp_cp
 import hp_dsa
-from hp_tune.cli import main
 from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.measured.result import Measured
 from hp_tune.models.hf_config import read_model
@@ -25,6 +23,7 @@ from hp_tune.study.journal import locked
 from hp_tune.workload import Config, Workload
 
 from ._fake_measurer import FakeMeasurer
+from ._program import empty_folder, run
 
 QWEN = ["search", "--model", "Qwen2.5-7B", "--cluster", "atlas-800t-a2", "--cp", "8"]
 SEARCH = [*QWEN, "--seq", "64K", "--study", "s.journal"]
@@ -32,19 +31,8 @@ SEARCH = [*QWEN, "--seq", "64K", "--study", "s.journal"]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working folder, and pytest's signal handlers left in place."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    return tmp_path
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of one command."""
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    out, err = capsys.readouterr()
-    assert "Traceback" not in err
-    return int(stopped.value.code or 0), out, err
+    """Each test in an empty folder."""
+    return empty_folder(tmp_path, monkeypatch)
 
 
 def test_the_snippet_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:

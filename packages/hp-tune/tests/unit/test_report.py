@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +11,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hp_tune.cli import main
 from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.explanation.explain import Explanation, explain
 from hp_tune.models.hf_config import read_model
@@ -23,6 +21,8 @@ from hp_tune.report.svg import PALETTE, ticks
 from hp_tune.searching.engine import search
 from hp_tune.searching.restriction import read_restriction
 from hp_tune.workload import Workload
+
+from ._program import empty_folder, run
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -172,21 +172,15 @@ def test_the_command_writes_the_page(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the options of a search; a place that cannot be written is one sentence."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    empty_folder(tmp_path, monkeypatch)
     asked = ["report", "--model", "Qwen2.5-7B", "--cluster", "atlas-800t-a2", "--cp", "8",
              "--seq", "64K", "--lengths", "32K"]  # fmt: skip
 
-    def run(*more: str) -> tuple[object, str, str]:
-        with pytest.raises(SystemExit) as stopped:
-            main([*asked, *more])
-        return stopped.value.code, *capsys.readouterr()
-
-    code, out, _ = run("--json")
+    code, out, _ = run(capsys, *asked, "--json")
     assert code == 0
     assert json.loads(out)["lengths"] == [32768, 65536]
     assert Path("report.html").read_text().startswith("<!DOCTYPE html>")
-    code, _, err = run("--out", "none/r.html")
+    code, _, err = run(capsys, *asked, "--out", "none/r.html")
     assert (code, "--out none/r.html cannot be written" in err) == (2, True)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import optuna
 import pytest
 
-from hp_tune.cli import main
+from ._program import empty_folder, run
 
 QWEN = ["search", "--model", "Qwen2.5-7B", "--cluster", "atlas-800t-a2", "--cp", "8"]
 SEARCH = [*QWEN, "--seq", "64K"]
@@ -17,21 +16,8 @@ SEARCH = [*QWEN, "--seq", "64K"]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Each test in an empty folder, and pytest's signal handlers left in place."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    return tmp_path
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Run in this process; return exit code, stdout, stderr."""
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    captured = capsys.readouterr()
-    code = stopped.value.code
-    assert isinstance(code, int)
-    assert "Traceback" not in captured.err
-    return code, captured.out, captured.err
+    """Each test in an empty folder."""
+    return empty_folder(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
