@@ -13,7 +13,7 @@ a time, the one at work and the one on the wire.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -260,16 +260,12 @@ class GroupedBoundary(CPBoundary):
             inputs.num_heads // count, inputs.num_kv_heads // count, where=self.where
         )
         return [
-            Inputs(
-                slots=inputs.slots,
-                tensors=inputs.tensors,
+            replace(
+                inputs,
                 locals=list(parts),
-                layouts=inputs.layouts,
-                dims=inputs.dims,
                 table=table,
                 num_heads=inputs.num_heads // count,
                 num_kv_heads=inputs.num_kv_heads // count,
-                works=inputs.works,
             )
             for parts in zip(*cuts, strict=True)
         ]
