@@ -78,6 +78,7 @@ CASES: list[tuple[Call, str]] = [
     (lambda x: attend(x, INDICES.double()), r"sparse_indices \(torch.float64\) must be int32"),
     (lambda x: attend(x, INDICES[:, :3]), r"sparse_indices \(shape \(.., 3, 1, 3\)\) must be"),
     (lambda x: attend(x, INDICES[..., :0]), r"sparse_indices \(K = 0\) must hold"),
+    (lambda x: attend(x, INDICES[0, 0, 0, 0]), r"sparse_indices \(shape \(\)\) must be"),
     (lambda x: attend(x, INDICES + 4), r"sparse_indices \(4\) must be -1 or below 4, the keys of"),
     (lambda x: attend(x, INDICES - 2), r"sparse_indices \(-2\) must be -1 or below 4"),
     (

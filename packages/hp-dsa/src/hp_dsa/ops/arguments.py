@@ -175,7 +175,7 @@ def check_indices(where: str, indices: Tensor, leading: tuple[int, ...], why: st
         f"sparse_indices ({indices.dtype}) must be int32 or int64",
         "indices travel as integers, not in the dtype of the model",
     )
-    check_shape(where, "sparse_indices", indices, (*leading, indices.shape[-1]), why)
+    check_shape(where, "sparse_indices", indices, (*leading, *indices.shape[-1:]), why)
     require(indices.shape[-1] >= 1, where, "sparse_indices (K = 0) must hold at least 1 entry")
 
 

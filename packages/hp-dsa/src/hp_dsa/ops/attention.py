@@ -108,7 +108,8 @@ def sparse_flash_attention(
     one_head = (*key.shape[:-2], 1)
     check_shape(_WHERE, "key", key, (*one_head, query.shape[-1]), "one head of query's size")
     if value is not None:
-        check_shape(_WHERE, "value", value, (*one_head, value.shape[-1]), "one head on key's rows")
+        shape = (*one_head, *value.shape[-1:])
+        check_shape(_WHERE, "value", value, shape, "one head on key's rows")
     check_rope(_WHERE, query, key, query_rope, key_rope)
     scale = read_scale(_WHERE, scale_value)
     check_indices(_WHERE, sparse_indices, (*query.shape[:-2], 1), "[.., 1, K] on query's rows")
@@ -136,6 +137,6 @@ def check_rope(
         missing = "query_rope" if query_rope is None else "key_rope"
         raise fail(where, f"{missing} (None) must come together with the other rotary part")
     check_dtypes(where, query=query, query_rope=query_rope, key_rope=key_rope)
-    size = query_rope.shape[-1]
-    check_shape(where, "query_rope", query_rope, (*query.shape[:-1], size), "on query's heads")
-    check_shape(where, "key_rope", key_rope, (*key.shape[:-1], size), "on key's heads, same Dr")
+    size = query_rope.shape[-1:]
+    check_shape(where, "query_rope", query_rope, (*query.shape[:-1], *size), "on query's heads")
+    check_shape(where, "key_rope", key_rope, (*key.shape[:-1], *size), "on key's heads, same Dr")
