@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from hp_mesh._torch import from_local, to_local
-from hp_mesh.plain import cut_balanced, enter_view, share_of_replicated
+from hp_mesh.plain import cut_balanced, cut_by_caller, enter_view, share_of_replicated
 
 if TYPE_CHECKING:
     from hp_mesh.view import View
@@ -217,7 +217,10 @@ def _operand(
     """Return this rank's part of ``tensor``, or None if it is cut in another way."""
     mesh = view.mesh
     if not isinstance(tensor, DTensor):
-        tensor = share_of_replicated(tensor, mesh, [Replicate()] * mesh.ndim, view)
+        placements = _placements_of_plain(view, tensor, label, sharded, sizes)
+        if placements is None:
+            return None
+        tensor = share_of_replicated(tensor, mesh, placements, view)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "the boundary runs on ranks of its mesh"
     grads: list[Placement] = []
@@ -238,14 +241,42 @@ def _operand(
         if view.is_balanced and any(axis in view.row_axes for axis in axes):
             local, _ = cut_balanced(view, "a contraction", local, dim, sizes[name])
             continue
-        if [a for a, n in enumerate(sharded) if n == name] != axes:
-            return None  # cut on some of the axes of this label only
+        done = [a for a, n in enumerate(sharded) if n == name and a not in axes]
+        if done and max(done) > min(axes):
+            return None  # cut already, but not into the parts that are cut further
         index, parts = 0, 1
         for axis in axes:
             index, parts = index * mesh.size(axis) + coordinate[axis], parts * mesh.size(axis)
         part = local.size(dim) // parts
         local = local.narrow(dim, index * part, part)
     return local
+
+
+def _placements_of_plain(
+    view: View,
+    plain: Tensor,
+    label: str,
+    sharded: Sequence[str | None],
+    sizes: Mapping[str, int],
+) -> list[Placement] | None:
+    """Return what a plain operand holds of each dim: all, or what its caller has cut; else None.
+
+    Cut once more, a dim may come down to one row or head, which would be broadcast without a word.
+    """
+    placements: list[Placement] = [Replicate()] * view.mesh.ndim
+    for dim, letter in enumerate(label):
+        axes = [axis for axis, name in enumerate(sharded) if name == letter]
+        size, whole = plain.size(dim), sizes[letter]
+        if not axes or size in (1, whole):
+            continue
+        if view.is_balanced and any(axis in view.row_axes for axis in axes):
+            continue  # `cut_balanced` knows these rows
+        chosen = cut_by_caller(view, axes, size, whole)
+        if not chosen:
+            return None
+        for axis in chosen:
+            placements[axis] = Shard(dim)
+    return placements
 
 
 CONTRACTIONS: dict[Any, Callable[..., Any]] = {

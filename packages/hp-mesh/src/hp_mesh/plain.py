@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "cut_balanced",
+    "cut_by_caller",
     "cut_head_group",
     "enter_view",
     "parts_beside_cp",
@@ -236,16 +237,28 @@ def _align(view: View, name: str, plain: Tensor, anchor: DTensor) -> DTensor:
         elif size in (1, whole):
             chosen = []
         else:
-            # a caller cuts rows (this rank's are known) or has TP's heads; heads that CP cuts are
-            # never its own, and with expanded KV heads their number may look like all of them
-            foreign = [axis for axis in axes if axis not in view.cp_axes]
-            known = [foreign] if view.head_axis in axes else [foreign, axes]
-            chosen = next(
-                (some for some in known if some and size * _product(view.mesh, some) == whole), []
-            )
+            chosen = cut_by_caller(view, axes, size, whole)
         for axis in chosen:
             placements[axis] = Shard(dim)
     return share_of_replicated(plain, view.mesh, placements, view)
+
+
+def cut_by_caller(view: View, axes: list[int], size: int, whole: int) -> list[int]:
+    """Return over which of ``axes`` a plain dim of ``size`` has been cut; none if that is unknown.
+
+    A caller cuts rows (this rank's are known) or has TP's heads; heads that CP cuts are never its
+    own, and with expanded KV heads their number may look like all of them.
+
+    Args:
+        view: The active view.
+        axes: Mesh axes that cut the dim beside it.
+        size: Its size, neither 1 nor ``whole``.
+        whole: The size of the dim beside it, over all ranks.
+    """
+    foreign = [axis for axis in axes if axis not in view.cp_axes]
+    known = [foreign] if view.head_axis in axes else [foreign, axes]
+    fits = (some for some in known if some and size * _product(view.mesh, some) == whole)
+    return next(fits, [])
 
 
 def _align_balanced(view: View, name: str, tensor: DTensor, anchor: DTensor) -> DTensor:

@@ -179,3 +179,65 @@ def test_sum_that_is_still_partial_is_an_operand_like_others(name: str) -> None:
     for layouts in ([[Partial()], [R]], [[Partial()], None], [[R], [Partial()]]):
         layouts = [*layouts, *[None] * (len(shapes) - 2)]
         compare(op, shapes, layouts, (2,))
+
+
+def cut_already(rank: int, sizes: tuple[int, ...], equation: str, x: Tensor, w: Tensor) -> Any:
+    """Contract heads or rows of ``x``, cut over all axes, with the part of ``w`` of the first."""
+    names = ("cp",) if len(sizes) == 1 else ("tp", "cp")
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    last = len(sizes) - 1
+    view = View(
+        mesh=mesh,
+        cp_axes=(last,),
+        window=AttentionWindow(0, 1, 1, 1),
+        query_placements=(),
+        heads=(0, 1),
+        num_heads=1,
+        is_local=False,
+        is_balanced=False,
+        where="Style",
+        head_axis=last if len(sizes) > 1 else None,
+    )
+    shards = [Shard(1)] * len(sizes)
+    local = x
+    for axis, index in enumerate(mesh.get_coordinate()):
+        local = local.chunk(mesh.size(axis), 1)[index]
+    mine = w.chunk(mesh.size(0), 0)[mesh.get_coordinate()[0]].clone().requires_grad_()
+    open_view(view, sys._getframe())
+    try:
+        with count_collectives() as counted:
+            out = torch.einsum(equation, from_local(local, mesh, shards), mine)
+        out.to_local().sum().backward()
+    finally:
+        close_view(view)
+    assert counted.summary() == {}
+    return out.full_tensor(), mine.grad
+
+
+@pytest.mark.parametrize(
+    ("sizes", "equation", "shapes"),
+    [
+        ((2,), "bsd,sd->bs", [(3, 4, 5), (4, 5)]),
+        ((3,), "bsd,sd->bs", [(2, 9, 5), (9, 5)]),
+        ((2, 2), "bhd,hde->bhe", [(3, 8, 5), (8, 5, 6)]),
+        ((2, 3), "bhd,hde->bhe", [(3, 12, 5), (12, 5, 6)]),
+    ],
+    ids=["rows of 2 ranks", "rows of 3 ranks", "heads of tp 2, cp 2", "heads of tp 2, cp 3"],
+)
+def test_a_plain_operand_that_is_cut_already_is_not_cut_again(
+    sizes: tuple[int, ...], equation: str, shapes: list[tuple[int, ...]]
+) -> None:
+    """This rank's rows, or TP's heads: the one that would be left would fit all of the others."""
+    x, w = randn(*shapes[0]), randn(*shapes[1], seed=1, requires_grad=True)
+    expected = torch.einsum(equation, x, w)
+    expected.sum().backward()
+
+    found = ranks(sizes[0] * (sizes[1] if len(sizes) > 1 else 1)).run(
+        cut_already, sizes, equation, x, w.detach()
+    )
+    for out, _ in found:
+        assert_close(out, expected)
+    per_first = len(found) // sizes[0]
+    shares = [grad for _, grad in found]
+    grads = [sum(shares[at : at + per_first]) for at in range(0, len(shares), per_first)]
+    assert_close(torch.cat(grads), w.grad, kind="grad")
