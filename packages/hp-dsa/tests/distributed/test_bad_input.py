@@ -275,33 +275,32 @@ class _Attention(Attention):
         return ops.sparse_flash_attention(*tensors, 0.4, sparse_block_size=sparse_block_size)
 
 
-def _attend(rank: int, change: str, *, use_local_input: bool) -> None:
+def _attend(rank: int, heads: int, block: Any, *, use_local_input: bool) -> None:
     case = Case(P=2)
     module = DSASparseAttentionContextParallel(use_local_input=use_local_input).apply(
         _Attention(case), case.mesh()
     )
     q, k = (case.local(case.inputs()[name], rank) for name in ("query", "latent"))
-    if change == "heads":
-        k = k.expand(-1, -1, 2, -1)
+    k = k.expand(-1, -1, heads, -1)
     topk = torch.zeros(*q.shape[:2], 1, 3, dtype=torch.int32)
-    module(q, k, k, topk, **({} if change == "heads" else {"sparse_block_size": eval(change)}))
+    module(q, k, k, topk, sparse_block_size=block)
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["whole", "local input"])
 @pytest.mark.parametrize(
-    ("change", "rule"),
+    ("heads", "block", "rule"),
     [
-        ("0", "sparse_block_size (0) must be at least 1"),
-        ("'2'", "sparse_block_size ('2') must be an integer of at least 1"),
-        ("None", "sparse_block_size (None) must be an integer of at least 1"),
-        ("heads", "key (shape (.., 2, 5)) must be one head of query's size ((.., 1, 5))"),
+        (1, 0, "sparse_block_size (0) must be at least 1"),
+        (1, "2", "sparse_block_size ('2') must be an integer of at least 1"),
+        (1, None, "sparse_block_size (None) must be an integer of at least 1"),
+        (2, 1, "key (shape (.., 2, 5)) must be one head of query's size ((.., 1, 5))"),
     ],
 )
 def test_what_an_operator_refuses_reads_alike_on_every_rank(
-    change: str, rule: str, local: bool
+    heads: int, block: Any, rule: str, local: bool
 ) -> None:
     """Whatever keys the ranks' windows hold."""
-    errors = ranks(2).errors(_attend, change, use_local_input=local)
+    errors = ranks(2).errors(_attend, heads, block, use_local_input=local)
     assert all(isinstance(error, ValueError) and rule in str(error) for error in errors), errors
     assert len({str(error) for error in errors}) == 1
 
