@@ -1,9 +1,10 @@
-"""What every test of the repository shares: one thread a rank, and devices that must be there."""
+"""What every test of the repository shares: threads, randomness, devices that must be there."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,13 @@ def _npu_here() -> bool:
 
 def _accelerator_here() -> bool:
     return _npu_here() or Path("/dev/nvidiactl").exists()
+
+
+@pytest.fixture(autouse=True)
+def _own_randomness() -> None:
+    """What a test draws does not follow from which tests have run before it in this process."""
+    if "torch" in sys.modules:  # some tests need none
+        sys.modules["torch"].default_generator.manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -457,7 +457,7 @@ def test_ranks_that_disagree_get_one_error_and_do_not_hang(
     fn: Callable[[int], None], message: str
 ) -> None:
     """Bad input: found before data moves, with rank, module and tensor; ranks are usable after."""
-    errors = ranks(2).errors(fn, timeout=15)
+    errors = ranks(2).errors(fn)
     assert [type(error) for error in errors] == [ValueError] * 2
     assert str(errors[0]) == str(errors[1])
     with pytest.raises(ValueError, match=message):

@@ -55,7 +55,7 @@ def dropped_weights(rank: int, style: dict[str, Any], kind: str, seed: int) -> l
 @pytest.mark.parametrize("mode", MODES)
 def test_masks_follow_from_one_seed_and_differ_between_blocks(mode: str, kind: str) -> None:
     """Behaviour 45: ranks seeded alike drop other weights; half are dropped; a rerun is equal."""
-    pool = ranks(P, backend="processes", timeout=90)
+    pool = ranks(P, backend="processes")
     first = pool.run(dropped_weights, MODES[mode], kind, 3)
     again = pool.run(dropped_weights, MODES[mode], kind, 3)
     other = pool.run(dropped_weights, MODES[mode], kind, 4)
@@ -90,7 +90,7 @@ def gradients(rank: int, style: dict[str, Any], kind: str, recompute: bool) -> l
 @pytest.mark.parametrize("mode", MODES)
 def test_recompute_drops_the_same_weights(mode: str, kind: str) -> None:
     """Checkpointed gradients equal those of the plain step, bit for bit."""
-    pool = ranks(P, backend="processes", timeout=90)
+    pool = ranks(P, backend="processes")
     plain = pool.run(gradients, MODES[mode], kind, False)
     again = pool.run(gradients, MODES[mode], kind, True)
     for one, two in zip(plain, again, strict=True):
@@ -114,4 +114,4 @@ def without_dropout(rank: int, style: dict[str, Any], kind: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_no_dropout_is_exact_and_draws_nothing(mode: str, kind: str) -> None:
     """Behaviour 45: p=0 equals the unsharded module."""
-    ranks(P, backend="processes", timeout=90).run(without_dropout, MODES[mode], kind)
+    ranks(P, backend="processes").run(without_dropout, MODES[mode], kind)

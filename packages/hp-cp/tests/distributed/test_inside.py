@@ -174,7 +174,7 @@ def _compiled(rank: int, case: Case) -> None:
 @pytest.mark.parametrize("case", [SMALL[0], SMALL[1], SMALL[3]], ids=str)
 def test_a_compiled_core_gives_the_same_numbers(case: Case) -> None:
     """torch.compile of the core, with the hooks outside of the graph."""
-    ranks(case.P, backend="processes").run(_compiled, case, timeout=240.0)
+    ranks(case.P, backend="processes").run(_compiled, case, timeout=600.0)
 
 
 def test_checkpoints_of_a_mesh_do_not_grow() -> None:

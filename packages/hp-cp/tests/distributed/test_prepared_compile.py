@@ -81,6 +81,6 @@ def test_a_compiled_block_prepares_and_attends_as_one_device_does() -> None:
     Under `count_collectives` dynamo would trace nothing: it skips frames while a mode is active.
     """
     pool = ranks(2, backend="processes")
-    found = pool.run(_every, timeout=400.0)[0]
+    found = pool.run(_every, timeout=900.0)[0]
     pool.close()
     assert all(one["graphs"] > 0 and not one["disarmed"] for one in found), found

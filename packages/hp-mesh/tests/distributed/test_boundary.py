@@ -417,7 +417,7 @@ def test_view_of_one_thread_is_not_seen_by_another() -> None:
     meet = threading.Barrier(3)
 
     def run(rank: int, size: int) -> Any:
-        core = Core(lambda: (meet.wait(20), seen.append(attention_window().query_start)))
+        core = Core(lambda: (meet.wait(300), seen.append(attention_window().query_start)))
         seen: list[int] = []
         Rows().apply(core, cp_mesh(size))
         core(*cut(rank, size))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -83,7 +83,12 @@ def test_a_dropped_dim_of_size_one_must_stay_one() -> None:
     assert again is not None and again.shape == (9, 24)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(st.data())
 def test_any_chain_of_splits_and_transposes_is_learned(data: st.DataObject) -> None:
     """Whatever the sizes and strides: replayed on the same data it is the same view."""

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hp_mesh.testing.data import randn
     from hp_mesh.testing.memory import largest_allocation, peak_memory, poison_empty
     from hp_mesh.testing.pools import Pool, ranks
+    from hp_mesh.testing.repeating import eventually, everywhere, least_peak
     from hp_mesh.testing.tolerances import TOLERANCES, assert_close, tolerance
 
 __all__ = [
@@ -21,7 +22,10 @@ __all__ = [
     "RankTimeout",
     "assert_close",
     "count_collectives",
+    "eventually",
+    "everywhere",
     "largest_allocation",
+    "least_peak",
     "peak_memory",
     "poison_empty",
     "randn",
@@ -37,7 +41,10 @@ _HOME = {
     "RankTimeout": "_outcome",
     "assert_close": "tolerances",
     "count_collectives": "collectives",
+    "eventually": "repeating",
+    "everywhere": "repeating",
     "largest_allocation": "memory",
+    "least_peak": "repeating",
     "peak_memory": "memory",
     "poison_empty": "memory",
     "randn": "data",

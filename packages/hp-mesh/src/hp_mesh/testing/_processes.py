@@ -1,6 +1,8 @@
-"""Ranks as processes: spawned once, fed through sockets, each with gloo over loopback.
+"""Ranks as processes: started once, fed through sockets, each with gloo over loopback.
 
-The function travels as *file and name*: under pytest's importlib mode a spawned process can't
+On Linux they are forks of one process, which loads torch for all of them and has no threads yet.
+
+The function travels as *file and name*: under pytest's importlib mode another process can't
 import the test module by name, and loading it by path works both ways.
 """
 
@@ -15,6 +17,7 @@ import inspect
 import os
 import pickle
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -30,8 +33,15 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from hp_mesh.checks import fail
 from hp_mesh.testing._outcome import Outcome
+from hp_mesh.testing._stillness import GRACE, POLL, Stillness
 
-__all__ = ["RankProcesses", "load", "locate", "serve"]
+__all__ = ["RankProcesses", "load", "locate", "start"]
+
+FORKS = sys.platform == "linux"
+"""Elsewhere what torch loads may not survive a fork: there, each rank loads it for itself."""
+
+RENEWAL = 300.0
+"""Seconds that processes may take to join a new group."""
 
 
 def locate(fn: Callable[..., Any]) -> tuple[str, str, str]:
@@ -72,9 +82,11 @@ def load(file: str, module: str, name: str) -> Callable[..., Any]:
 class RankProcesses:
     """``size`` processes that wait for work; same interface as `RankThreads`."""
 
-    def __init__(self, size: int, *, group_timeout: float, start_timeout: float = 120.0) -> None:
+    def __init__(self, size: int, *, group_timeout: float, start_timeout: float = 300.0) -> None:
         self.size = size
         self._generation = 0
+        self._connections: dict[Connection, int] = {}
+        self._pids: dict[int, int] = {}
         # bound to port 0: the free port is found and taken in one step
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         key = secrets.token_bytes(16)
@@ -87,33 +99,47 @@ class RankProcesses:
             command = [
                 sys.executable,
                 "-c",
-                "from hp_mesh.testing._processes import *; serve()",
+                "from hp_mesh.testing._processes import *; start()",
             ]
-            settings = [listener.address[1], self._store.port, size, group_timeout]
-            self._processes = [
-                subprocess.Popen([*command, str(rank), *map(str, settings)], env=env)
-                for rank in range(size)
+            settings = [size, listener.address[1], self._store.port, group_timeout]
+            groups = [range(size)] if FORKS else [[rank] for rank in range(size)]
+            self._starters = [
+                subprocess.Popen(
+                    [*command, ",".join(map(str, group)), *map(str, settings)],
+                    env=env,
+                    stdin=subprocess.PIPE,
+                )
+                for group in groups
             ]
-            listener._listener._socket.settimeout(start_timeout)  # type: ignore[attr-defined]
-            self._connections: dict[Connection, int] = {}
+            listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
             try:
-                for _ in range(size):
-                    connection = listener.accept()
-                    self._connections[connection] = connection.recv()
+                while len(self._connections) < size:
+                    self._accept(listener, deadline)
             except BaseException:
                 self.close()
                 raise
-        for outcome in self._collect(deadline, grace=start_timeout):
+        for outcome in self._collect(deadline):
             if outcome.error is not None:
                 self.close()
                 raise RuntimeError("ranks: the processes did not start") from outcome.error
+
+    def _accept(self, listener: Listener, deadline: float) -> None:
+        try:
+            connection = listener.accept()
+        except TimeoutError:
+            ended = any(starter.poll() is not None for starter in self._starters)
+            if ended or time.monotonic() > deadline:
+                raise RuntimeError("ranks: the processes did not start") from None
+            return
+        rank, self._pids[rank] = connection.recv()
+        self._connections[connection] = rank
 
     def call(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], timeout: float
     ) -> list[Outcome]:
         """Run ``fn(rank, *args, **kwargs)`` in every process; one outcome a rank."""
         self._send((locate(fn), list(sys.path), tuple(args), kwargs))
-        return self._collect(time.monotonic() + timeout, grace=3.0)
+        return self._collect(time.monotonic() + timeout)
 
     def _send(self, message: object) -> None:
         packed = pickle.dumps(message)
@@ -122,13 +148,17 @@ class RankProcesses:
             with contextlib.suppress(OSError):
                 connection.send_bytes(packed)
 
-    def _collect(self, deadline: float, *, grace: float) -> list[Outcome]:
+    def _collect(self, deadline: float) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
+        waiting: Stillness | None = None  # see RankThreads
         while len(outcomes) < self.size:
-            waiting = [c for c, rank in self._connections.items() if rank not in outcomes]
-            ready = wait(waiting, timeout=max(deadline - time.monotonic(), 0.001))
+            left = max(deadline - time.monotonic(), 0.001)
+            missing = {c: rank for c, rank in self._connections.items() if rank not in outcomes}
+            ready = wait(list(missing), timeout=min(left, POLL) if waiting else left)
             if not ready:
-                break
+                still = waiting.seconds(missing.values()) if waiting else 0.0
+                if still > GRACE or time.monotonic() >= deadline:
+                    break
             for connection in ready:
                 assert isinstance(connection, Connection), "we wait for connections only"
                 rank = self._connections[connection]
@@ -137,8 +167,8 @@ class RankProcesses:
                 except (EOFError, OSError):
                     gone = RuntimeError(f"the process of rank {rank} ended")
                     outcomes[rank] = Outcome(error=gone, text=str(gone), lost=True)
-                if outcomes[rank].error is not None:
-                    deadline = min(deadline, time.monotonic() + grace)
+                if outcomes[rank].error is not None and waiting is None:
+                    waiting = Stillness({r: (pid, pid) for r, pid in self._pids.items()})
         return [
             outcomes.get(rank) or Outcome.hung("(another process)") for rank in range(self.size)
         ]
@@ -149,48 +179,74 @@ class RankProcesses:
             return False
         self._generation += 1
         self._send(self._generation)
-        renewed = self._collect(time.monotonic() + 30.0, grace=30.0)
+        renewed = self._collect(time.monotonic() + RENEWAL)
         return all(outcome.error is None for outcome in renewed)
 
     def close(self) -> None:
-        """End the processes: they are told by the closed connection, then killed."""
+        """End the processes, whatever they do."""
+        for starter in self._starters:
+            if not FORKS:
+                starter.kill()
+            if starter.poll() is None:
+                starter.communicate(b".")
         for connection in self._connections:
             connection.close()
-        for process in self._processes:
-            process.kill()
-            process.wait()
 
     def join(self, timeout: float) -> None:
         """Wait for processes that were told to end."""
-        for process in self._processes:
+        for starter in self._starters:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout)
+                starter.wait(timeout)
 
 
 def _unpack(message: bytes) -> Outcome:
-    value, error, text = pickle.loads(message)
-    return Outcome(value, error, text)
+    return Outcome(*pickle.loads(message))
 
 
 def _pack(outcome: Outcome) -> bytes:
     """Pickle an outcome; what can't travel is replaced by an error that says so."""
     try:
-        message = pickle.dumps((outcome.value, outcome.error, outcome.text))
+        message = pickle.dumps((outcome.value, outcome.error, outcome.text, outcome.time))
         pickle.loads(message)
     except Exception as problem:
         text = outcome.text or traceback.format_exc()
         lost = outcome.error if outcome.error is not None else problem
         error = RuntimeError(f"{type(lost).__name__}: {lost} (it could not be pickled)")
-        return pickle.dumps((None, error, text))
+        return pickle.dumps((None, error, text, outcome.time))
     return message
 
 
-def serve() -> None:
+def start() -> None:
+    """Be the process that some ranks are forks of, and end them when it is told to.
+
+    That is by stdin, which also closes when who asked for them ends, however that ends. A rank that
+    has ended is not waited for before, so its number is nobody else's.
+    """
+    ranks = [int(rank) for rank in sys.argv[1].split(",")]
+    if not FORKS:
+        _serve(*ranks)
+        return
+    pids = []
+    for rank in ranks:
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            _serve(rank)
+            return
+        pids.append(pid)
+    os.read(0, 1)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        os.waitpid(pid, 0)
+
+
+def _serve(rank: int) -> None:
     """Be one rank: join the group, then run what comes until the connection closes."""
-    rank, port, store_port, size = map(int, sys.argv[1:5])
+    size, port, store_port = map(int, sys.argv[2:5])
     timeout = datetime.timedelta(seconds=float(sys.argv[5]))
     connection = Client(("127.0.0.1", port), authkey=bytes.fromhex(os.environ["HP_RANKS_KEY"]))
-    connection.send(rank)
+    connection.send((rank, os.getpid()))
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", store_port, is_master=False)
 

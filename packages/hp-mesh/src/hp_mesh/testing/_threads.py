@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_mesh.testing._outcome import Outcome, stack_of
+from hp_mesh.testing._stillness import GRACE, POLL, Stillness
 
 __all__ = ["RankThreads"]
 
@@ -95,7 +96,7 @@ class RankThreads:
     It lives until a rank raises or misses a deadline; then `close` it and build another.
     """
 
-    def __init__(self, size: int, *, group_timeout: float, start_timeout: float = 60.0) -> None:
+    def __init__(self, size: int, *, group_timeout: float, start_timeout: float = 300.0) -> None:
         _thread_local_world()
         _resolve_collectives()
         self.size = size
@@ -111,7 +112,7 @@ class RankThreads:
         ]
         for thread in self._threads:
             thread.start()
-        outcomes = self._collect(time.monotonic() + start_timeout, grace=start_timeout)
+        outcomes = self._collect(time.monotonic() + start_timeout)
         sys.excepthook = hook
         for outcome in outcomes:
             if outcome.error is not None:
@@ -124,7 +125,7 @@ class RankThreads:
         self._call += 1
         for inbox in self._inbox:
             inbox.put((self._call, fn, args, kwargs))
-        return self._collect(time.monotonic() + timeout, grace=3.0)
+        return self._collect(time.monotonic() + timeout)
 
     def renew(self, outcomes: Sequence[Outcome]) -> bool:
         """Say that after an error new threads are needed; they start in milliseconds."""
@@ -142,20 +143,27 @@ class RankThreads:
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
 
-    def _collect(self, deadline: float, *, grace: float) -> list[Outcome]:
+    def _collect(self, deadline: float) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
+        # peers of a rank that raised may wait for it in a collective; as long as one of them does
+        # something, they get the time to end or fail on their own
+        waiting: Stillness | None = None
         while len(outcomes) < self.size:
+            left = max(deadline - time.monotonic(), 0.001)
             try:
-                wait = max(deadline - time.monotonic(), 0.001)
-                call, rank, outcome = self._done.get(timeout=wait)
+                call, rank, outcome = self._done.get(timeout=min(left, POLL) if waiting else left)
             except queue.Empty:
-                break
+                missing = set(range(self.size)) - outcomes.keys()
+                still = waiting.seconds(missing) if waiting else 0.0
+                if still > GRACE or time.monotonic() >= deadline:
+                    break
+                continue
             if call != self._call:
                 continue
             outcomes[rank] = outcome
-            if outcome.error is not None:
-                # its peers may wait for it in a collective; they get a moment to fail on their own
-                deadline = min(deadline, time.monotonic() + grace)
+            if outcome.error is not None and waiting is None:
+                tasks = {r: (os.getpid(), t.native_id) for r, t in enumerate(self._threads)}
+                waiting = Stillness(tasks)
         return [outcomes.get(rank) or self._missing(rank) for rank in range(self.size)]
 
     def _missing(self, rank: int) -> Outcome:

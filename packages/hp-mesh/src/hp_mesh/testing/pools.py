@@ -26,8 +26,11 @@ __all__ = ["Pool", "ranks"]
 
 Backend = Literal["threads", "processes"]
 
-GROUP_TIMEOUT = 20.0
-"""Seconds after which a collective that lacks a rank fails by itself."""
+TIMEOUT = 300.0
+"""Seconds that a call may take by default: a busy machine is not a hang."""
+
+GROUP_TIMEOUTS: dict[Backend, float] = {"threads": 60.0, "processes": 300.0}
+"""Seconds after which a collective that lacks a rank fails by itself; threads cannot be ended."""
 
 
 class _Ranks(Protocol):
@@ -70,7 +73,8 @@ class Pool:
     ) -> list[BaseException | None]:
         """Return what each rank raised, None where it returned.
 
-        A rank that hung, or waited for one that raised, gets a `RankTimeout` with its stack.
+        A rank that hung, or did nothing but wait for one that raised, gets a `RankTimeout` with its
+        stack.
         """
         return [outcome.error for outcome in self._call(fn, args, kwargs, timeout)]
 
@@ -105,13 +109,13 @@ class Pool:
         if self.backend == "threads":
             from hp_mesh.testing._threads import RankThreads
 
-            return RankThreads(self.size, group_timeout=GROUP_TIMEOUT)
+            return RankThreads(self.size, group_timeout=GROUP_TIMEOUTS[self.backend])
         from hp_mesh.testing._processes import RankProcesses
 
-        return RankProcesses(self.size, group_timeout=GROUP_TIMEOUT)
+        return RankProcesses(self.size, group_timeout=GROUP_TIMEOUTS[self.backend])
 
 
-def ranks(n: int, *, backend: Backend = "threads", timeout: float = 60.0) -> Pool:
+def ranks(n: int, *, backend: Backend = "threads", timeout: float = TIMEOUT) -> Pool:
     """Return the pool of ``n`` ranks, the same one each time in this session.
 
     Args:
@@ -129,7 +133,7 @@ def ranks(n: int, *, backend: Backend = "threads", timeout: float = 60.0) -> Poo
 
 @functools.cache
 def _pool(n: int, backend: Backend) -> Pool:
-    pool = Pool(n, backend, 60.0)
+    pool = Pool(n, backend, TIMEOUT)
     atexit.register(_end, pool)
     return pool
 
@@ -139,7 +143,7 @@ def _end(pool: Pool) -> None:
     ended = pool._ranks
     pool.close()
     if ended is not None:
-        ended.join(2.0)
+        ended.join(30.0)
 
 
 def _name(fn: Callable[..., Any]) -> str:
