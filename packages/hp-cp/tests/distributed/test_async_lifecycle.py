@@ -20,7 +20,7 @@ from hp_comm import traffic
 from hp_cp import AsyncContextParallel, init_device_mesh
 from hp_mesh.boundary import boundary_of
 from hp_mesh.handoffs import _warned
-from hp_mesh.testing import count_collectives, randn, ranks
+from hp_mesh.testing import count_collectives, eventually, randn, ranks
 
 from ._compare import Case
 from ._handoffs import (
@@ -387,8 +387,8 @@ def _live_tensors() -> int:
     return sum(1 for x in gc.get_objects() if type(x) is Tensor)
 
 
-@pytest.mark.parametrize(("case", "steps"), [(EACH[0], 1000), (EACH[1], 90)], ids=str)
-def test_a_thousand_steps_keep_nothing(
+@pytest.mark.parametrize(("case", "steps"), [(EACH[0], 400), (EACH[1], 90)], ids=str)
+def test_hundreds_of_steps_keep_nothing(
     case: Case, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No tensor, handle or queue entry more at the end than after 30 steps."""
@@ -415,10 +415,11 @@ def test_a_thousand_steps_keep_nothing(
                 model.project(x)  # abandoned now and then
             if step in (29, steps - 1):
                 model(x)
-                assert not [ref for ref in dead if ref() is not None]
+                assert eventually(lambda dead=dead: all(ref() is None for ref in dead))
                 assert_idle(boundary)
                 dist.barrier()
-                if rank == 0:
+                if rank == 0:  # gloo's threads may hold some for a moment
+                    eventually(lambda: not counts or _live_tensors() <= counts[0])
                     counts.append(_live_tensors())
                 dist.barrier()
         assert_overlaps(boundary)

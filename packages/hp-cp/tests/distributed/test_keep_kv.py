@@ -15,7 +15,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hp_cp import ContextParallel, attention_window, init_device_mesh, make_plan
 from hp_mesh._torch import WeakStorage, local_shard
-from hp_mesh.testing import assert_close, count_collectives, peak_memory, randn, ranks
+from hp_mesh.testing import (
+    assert_close,
+    count_collectives,
+    eventually,
+    everywhere,
+    peak_memory,
+    randn,
+    ranks,
+)
 
 from ._compare import Case, compare, reference
 from ._cores import Eager, Sdpa
@@ -116,8 +124,8 @@ def test_with_tensor_parallel_dtensors(case: Case, core: type[nn.Module]) -> Non
 def _settled(count: Callable[[], int]) -> int:
     """Return the least of several counts; gloo's threads let go of buffers after the wait."""
     least = count()
-    for _ in range(20):
-        time.sleep(0.01)
+    for _ in range(10):
+        time.sleep(0.002)
         least = min(least, count())
     return least
 
@@ -159,8 +167,11 @@ def test_k_and_v_are_gone_between_forward_and_backward(case: Case, core: Any) ->
             out = module(*local)
             assert module.seen
             seen = module.seen
-            kept = _settled(lambda seen=seen: sum(not one.expired() for one in seen))
-            assert kept == (len(seen) if keep_kv else 0)
+            if keep_kv:
+                time.sleep(0.02)  # what is not kept is gone by then, but on a busy machine
+                assert not any(one.expired() for one in seen)
+            else:
+                assert eventually(lambda seen=seen: all(one.expired() for one in seen))
             out.backward(case.local(case.upstream(), rank))
 
     ranks(case.P).run(run)
@@ -190,11 +201,14 @@ def test_saved_bytes_fall_by_what_the_plan_says(case: Case) -> None:
         return forward, after, described.saved_kv_bytes
 
     def run(rank: int) -> None:
-        (kept, kept_after, planned), (forgot, forgot_after, planned_less) = (
-            saved(rank, keep_kv) for keep_kv in (True, False)
-        )
-        # in Colossal what is left are the inputs, which were there before
-        fallen = planned - (planned_less if case.degree != 1 else 0)
+        for _ in range(20):
+            (kept, kept_after, planned), (forgot, forgot_after, planned_less) = (
+                saved(rank, keep_kv) for keep_kv in (True, False)
+            )
+            # in Colossal what is left are the inputs, which were there before
+            fallen = planned - (planned_less if case.degree != 1 else 0)
+            if everywhere(kept - forgot == kept_after - forgot_after == fallen):
+                break  # else gloo's threads, on a busy machine, hold on to something for longer
         assert kept - forgot == fallen > 0
         assert kept_after - forgot_after == fallen
 
