@@ -33,7 +33,7 @@ class Marked:
         return found
 
 
-def wait_for(what: Callable[[], bool], seconds: float = 60) -> bool:
+def wait_for(what: Callable[[], bool], seconds: float = 300) -> bool:
     """Wait until something holds, and return whether it does."""
     deadline = time.monotonic() + seconds
     while not what() and time.monotonic() < deadline:

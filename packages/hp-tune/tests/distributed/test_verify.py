@@ -87,7 +87,7 @@ def test_a_rank_without_a_plan_does_not_hang_the_others(
     def on(rank: int) -> None:
         verify_ranks([path, None, tmp_path / "none.json", 7][rank])  # type: ignore[arg-type]
 
-    (text,) = verdicts(ranks(4).errors(on, timeout=30))
+    (text,) = verdicts(ranks(4).errors(on))
     assert "none (HP_TUNE_PLAN is not set) on rank 1" in text
     assert "none.json: cannot be read" in text and "int is no plan" in text
     (text,) = verdicts(ranks(2).errors(lambda _: verify_ranks()))

@@ -28,6 +28,7 @@ class FakeMeasurer:
         failures: What fails, and how.
         log: A file to which each trial appends its configuration and process.
         seconds: How long a trial takes.
+        stays: Which trial, counted from 1, does not end by itself.
         child: Whether a trial starts a process and waits for it.
     """
 
@@ -37,6 +38,7 @@ class FakeMeasurer:
     spread: float = 0.001
     log: Path | None = None
     seconds: float = 0.0
+    stays: int = 0
     child: bool = False
     ran: list[Config] = field(default_factory=list)
     finalists: list[list[Config]] = field(default_factory=list)
@@ -50,18 +52,19 @@ class FakeMeasurer:
         """Say how a configuration would run."""
         self._write("begin", config)
         self.ran.append(config)
+        seconds = 3600.0 if len(self.ran) == self.stays else self.seconds
         if self.child:
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-            self._write(f"child {child.pid}", config)
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
             try:
-                child.wait(timeout=self.seconds)
+                self._write(f"child {child.pid}", config)
+                child.wait(timeout=seconds)
             except subprocess.TimeoutExpired:
                 pass
             finally:
                 child.kill()
                 child.wait()
         else:
-            time.sleep(self.seconds)
+            time.sleep(seconds)
         self._write("end", config)
         return self.failures.get(config) or self._ok(config, self.times)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -291,65 +291,52 @@ def test_the_program_says_how_to_resume_after_a_signal(
     assert "resume with: hp-tune kernels --device cuda" in captured.err
 
 
-class DyingJudge(StandInJudge):
-    """Dies, hangs or loses its device, as the tile says."""
-
-    def judge(self, kernel: str, shape: Shape, launch: Mapping[str, int]) -> Verdict:
-        if launch["tile"] == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if launch["tile"] == 2:
-            child = subprocess.Popen(["sleep", "300"])
-            Path("child.pid").write_text(str(child.pid))
-            signal.pause()
-        print("noise of a compiler")  # noqa: T201
-        return Verdict("complete", float(os.getpid()), broken=launch["tile"] == 3)
-
-
-class MissingJudge(StandInJudge):
-    """Finds no device."""
-
-    def open(self, asked: Asked, mode: Mode) -> Facts:
-        raise MissingToolsError("no device", "bring one")
-
-
-def _of_here(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return a class of this file as a new process can find it."""
+def _judge_of(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return a judge as a new process can find it."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))  # a spawned process has our path
-    return f"{Path(__file__).stem}.{name}"
+    return f"_dying_judges.{name}"
 
 
 def _runs(pid: int) -> bool:
     """Say whether a process does anything any more; nobody may have waited for it."""
-    path = Path(f"/proc/{pid}/stat")
-    return path.is_file() and path.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def test_a_judge_that_dies_or_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is a verdict with a reason; the next launch finds a new process, and no orphan."""
-    worker = Worker(20.0, _of_here("DyingJudge", monkeypatch))
+    worker = Worker(300.0, _judge_of("DyingJudge", monkeypatch))
     shape = Shape(8, (2,), 8, 2)
     try:
         worker.open(Asked("cuda"), "measure")
         first = worker.judge("pack", shape, {"tile": 4})
         died = worker.judge("pack", shape, {"tile": 1})
-        second = worker.judge("pack", shape, {"tile": 4})
-        worker.timeout_s = 3.0
+        second = worker.judge("pack", shape, {"tile": 5})
+        worker.timeout_s = 0.5
         hung = worker.judge("pack", shape, {"tile": 2})
-        worker.timeout_s = 20.0
+        worker.timeout_s = 300.0
         third = worker.judge("pack", shape, {"tile": 3})
         fourth = worker.judge("pack", shape, {"tile": 4})
     finally:
         worker.close()
 
     assert (died.rule, died.reason) == ("crash", "its process was ended by SIGKILL")
-    assert (hung.rule, hung.reason) == ("time", "no answer after 3 s")
-    assert not _runs(int(Path("child.pid").read_text()))
+    assert (hung.rule, hung.reason) == ("time", "no answer after 0.5 s")
+    child = int(Path("child.pid").read_text())
+    for _ in range(6000):  # the system ends it when it comes to it
+        if not _runs(child):
+            break
+        time.sleep(0.01)
+    assert not _runs(child)
     assert len({one.ms for one in (first, second, third, fourth)}) == 4
 
 
 def test_what_is_missing_there_is_said_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error crosses the process with its hint."""
-    worker = Worker(20.0, _of_here("MissingJudge", monkeypatch))
+    worker = Worker(300.0, _judge_of("MissingJudge", monkeypatch))
     with pytest.raises(MissingToolsError, match="no device; bring one"):
         worker.open(Asked("cuda"), "measure")
 
@@ -357,7 +344,7 @@ def test_what_is_missing_there_is_said_here(monkeypatch: pytest.MonkeyPatch) -> 
 def _program(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "hp_tune", "kernels", *arguments],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
 
 
@@ -415,7 +402,7 @@ def test_asking_for_help_imports_neither_torch_nor_optuna() -> None:
         "sys.exit(str(heavy) if heavy else 0)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "--compile-only" in done.stdout

@@ -65,7 +65,7 @@ def compiler(folder: Path, body: str) -> AscendTools:
 
 
 def test_the_package_imports_without_torch_and_without_triton() -> None:
-    subprocess.run([sys.executable, "-c", BLOCK], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", BLOCK], check=True, timeout=600)
 
 
 def test_the_compiler_is_found_where_pip_put_it(installed: dict[str, str], tmp_path: Path) -> None:
@@ -128,23 +128,24 @@ echo "$@" > "$0.arguments"
 
 
 @pytest.mark.parametrize(
-    ("script", "reason"),
+    ("script", "timeout_s", "reason"),
     [
         (
             "echo 'error: ub overflow, requires 2097152 bits while 1572864 bits available'; exit 1",
+            600.0,
             "unified buffer: 262144 bytes needed, 196608 there",
         ),
-        ("echo 'k.mlir:1:1: error: no such target' >&2; exit 1", "no such target"),
-        ("exec sleep 60", "no end after 1 s"),
-        ("exit 0", "no message"),
+        ("echo 'k.mlir:1:1: error: no such target' >&2; exit 1", 600.0, "no such target"),
+        ("exec sleep 3600", 1.0, "no end after 1 s"),
+        ("exit 0", 600.0, "no message"),
     ],
     ids=["overflow", "error", "hangs", "writes-nothing"],
 )
 def test_a_compiler_that_fails_ends_as_a_result_with_its_reason(
-    tmp_path: Path, script: str, reason: str
+    tmp_path: Path, script: str, timeout_s: float, reason: str
 ) -> None:
     found = ascend.to_hivm(
-        SOURCE, target="Ascend910B3", tools=compiler(tmp_path, script), timeout_s=1
+        SOURCE, target="Ascend910B3", tools=compiler(tmp_path, script), timeout_s=timeout_s
     )
 
     assert (found.stage, found.reason) == ("linalg", reason)

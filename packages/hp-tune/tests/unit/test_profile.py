@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hp_cp.plan import make_plan
@@ -76,7 +76,7 @@ def test_sizes_end_with_the_largest() -> None:
     assert message_sizes(4096, 4096) == [4096]
 
 
-@settings(deadline=None)
+@settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.floats(0.01, 1e4), min_size=1, max_size=12))
 def test_smoothed_times_ascend_and_keep_what_already_does(times: list[float]) -> None:
     """Ascending values come out as they are; others between the values that they replace."""

@@ -35,15 +35,15 @@ def on_terminal(*arguments: str, folder: Path, seconds: float = 0.3) -> tuple[in
             pass
 
     worker = subprocess.Popen(
-        [sys.executable, str(PROGRAM), "log", str(seconds), "-", *arguments],
+        [sys.executable, str(PROGRAM), "log", str(seconds), "0", *arguments],
         cwd=folder, stdout=subprocess.PIPE, stderr=theirs, text=True,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
     )  # fmt: skip
     os.close(theirs)
     reader = threading.Thread(target=read)
     reader.start()
-    out, _ = worker.communicate(timeout=120)
-    reader.join(timeout=60)
+    out, _ = worker.communicate(timeout=600)
+    reader.join(timeout=600)
     os.close(ours)
     return worker.returncode, out, b"".join(seen).decode()
 
@@ -64,8 +64,8 @@ def test_a_measured_search_shows_how_far_it_is(tmp_path: Path) -> None:
 
 def test_without_a_terminal_there_is_one_line_per_trial_and_no_more(tmp_path: Path) -> None:
     """No escape sequence, no bar; ``--quiet`` says nothing, on a terminal too."""
-    command = [sys.executable, str(PROGRAM), "log", "0", "-", *MEASURED]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, str(PROGRAM), "log", "0", "0", *MEASURED]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
 
     assert done.returncode == 0
     assert json.loads(done.stdout)["mode"] == "measured"

@@ -65,7 +65,11 @@ class Bar:
             progress.remove_task(task)
             task = progress.add_task(self._title, total=total)
             self._shown = progress, task
-        progress.update(task, description=f"{self._title}: {what}", completed=done, total=total)
+        # what is new is drawn at once, whatever the thread that draws has had time for; more of the
+        # same, which may come thousands of times a second, when it has
+        description = f"{self._title}: {what}"
+        new = description != progress.tasks[0].description
+        progress.update(task, description=description, completed=done, total=total, refresh=new)
 
 
 def _start(title: str) -> tuple[Progress, TaskID]:

@@ -25,7 +25,7 @@ __all__ = ["Worker"]
 
 START_S = 300.0
 """To import torch and triton and open a device, on a busy machine."""
-GRACE_S = 5.0
+GRACE_S = 30.0
 
 
 class Worker:

@@ -42,9 +42,10 @@ class _Answer:
         ]
 
     def enter(self, at: int, stage: str) -> None:
-        """Say which configuration is at work on what."""
+        """Say which configuration is at work on what; no rank begins, and perhaps fails, before."""
         self.at, self.stage = at, stage
         self.write()
+        dist.barrier()
 
     def put(self, at: int, **values: Any) -> None:
         """Add to what is known of a configuration."""

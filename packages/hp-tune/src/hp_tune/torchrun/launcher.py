@@ -30,6 +30,9 @@ BACKENDS: tuple[Backend, ...] = ("cpu-gloo", "cuda-nccl", "npu-hccl")
 GRACE_S = 3.0
 """How long torchrun may take to end its ranks before it is killed, and they with it."""
 
+GONE_S = 60.0
+"""How long a rank that was killed may take to be gone, on a busy machine; most are at once."""
+
 POLL_S = 0.05
 PORT_TRIES = 3
 PROBES = {
@@ -271,10 +274,19 @@ def _signal(nodes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) ->
 
 def _await_ranks(folder: Path) -> None:
     """Wait until the ranks on this machine are gone, they and the memory that they held."""
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + GONE_S
     for pid in local_ranks(folder):
-        while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        while _runs(pid) and time.monotonic() < deadline:
             time.sleep(POLL_S)
+
+
+def _runs(pid: int) -> bool:
+    """Return whether a process has not ended; one that has may wait for who asks for its code."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def _address(host: str) -> str:

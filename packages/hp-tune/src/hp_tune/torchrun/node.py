@@ -12,6 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
+from hp_tune.torchrun.rank import NODE
 from hp_tune.torchrun.worker import write_json
 
 __all__: list[str] = []
@@ -29,6 +30,8 @@ def _die_with_stdin() -> None:
 def _main() -> None:
     _die_with_stdin()
     folder, index, *arguments = sys.argv[1:]
+    # a rank that is only starting when this process ends sees that from its parent being another
+    os.environ[NODE] = str(os.getpid())
 
     # the slow import, behind the watch
     from torch.distributed.elastic.multiprocessing.api import SignalException

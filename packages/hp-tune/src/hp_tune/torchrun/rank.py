@@ -22,8 +22,12 @@ from hp_tune.torchrun.worker import write_json
 
 __all__: list[str] = []
 
-LAST_WORDS_S = 0.7
+LAST_WORDS_S = (0.7, 10.0)
+"""How long before its time is up a rank writes where it stands: a twentieth of all the time that it
+has, within these limits; a busy machine takes its time for that, too."""
 PR_SET_PDEATHSIG = 1
+NODE = "HP_TUNE_NODE"
+"""Process id of the torchrun that started this rank, see `hp_tune.torchrun.node`."""
 
 
 def _die_with_parent() -> None:
@@ -32,7 +36,7 @@ def _die_with_parent() -> None:
     torchrun starts its workers in sessions of their own, so that no signal to its process group
     reaches them, and when it is killed nobody tells them.
     """
-    parent = os.getppid()
+    parent = int(os.environ.get(NODE) or os.getppid())
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     else:
@@ -63,7 +67,8 @@ def _main() -> None:
     write_json(folder / f"rank{rank}.json", {**status, "state": "running", "at": time.time()})
     sys.argv = [module, path]
     # where it hangs, in its .err, a moment before it is ended
-    left = float(os.environ.get("HP_TUNE_UNTIL", "inf")) - time.time() - LAST_WORDS_S
+    left = float(os.environ.get("HP_TUNE_UNTIL", "inf")) - time.time()
+    left -= min(max(LAST_WORDS_S[0], left / 20), LAST_WORDS_S[1])
     if 0 < left < threading.TIMEOUT_MAX:
         faulthandler.dump_traceback_later(left)
     try:

@@ -21,4 +21,4 @@ folder, *hosts = sys.argv[1:]
 # what marks this process marks its nodes, also where no environment is handed on
 marks = {name: value for name, value in os.environ.items() if name.startswith("HP_TUNE_TEST")}
 launcher = Launcher(nproc_per_node=2, hosts=tuple(hosts), env=marks)
-launcher.run("toy_job", {"do": "stay"}, folder=Path(folder), timeout=100)
+launcher.run("toy_job", {"do": "stay"}, folder=Path(folder), timeout=3600)

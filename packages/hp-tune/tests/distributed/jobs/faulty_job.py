@@ -50,7 +50,7 @@ def crash() -> None:
 
 
 def hang() -> None:
-    time.sleep(300)
+    time.sleep(3600)  # longer than any deadline of a test
 
 
 def starve() -> None:
