@@ -74,7 +74,7 @@ def blocked_for(package: str) -> set[str]:
 def run_blocked(blocked: set[str], code: str) -> subprocess.CompletedProcess[str]:
     program = f"BLOCKED = {sorted(blocked)!r}\n{BLOCK}\n{code}"
     command = [sys.executable, "-c", program]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

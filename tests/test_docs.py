@@ -3,7 +3,7 @@
 A page is one program: its blocks in order, each at its own line, so that a traceback names the line
 of the page. Two comments steer it:
 
-    <!-- ranks: 4 -->            anywhere on the page: run it under torchrun with four CPU ranks
+    <!-- ranks: 4 -->            anywhere on the page: run it as torchrun does with four CPU ranks
     <!-- not run: the reason --> directly above a block
 """
 
@@ -144,10 +144,11 @@ def test_every_python_block_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     script = tmp_path / page.name.replace(".md", ".py")
     script.write_text(program(text))
     count = RANKS.search(text)
-    command = [sys.executable]
-    if count:
-        launcher = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={count[1]}"]
-        command += [*launcher, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    # forks of one process; that a page runs under torchrun itself is shown by the first of all
+    forked = [str(Path(__file__).with_name("_forked.py"))]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    launcher = torchrun if page.parent == ROOT else forked
+    command = [sys.executable, *([*launcher, count[1]] if count else [])]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
     done = subprocess.run(
@@ -156,7 +157,7 @@ def test_every_python_block_of_a_page_runs(page: Path, tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=480,
+        timeout=900,
         check=False,
     )
 
