@@ -71,16 +71,13 @@ def sequence_to_heads(
     dense: bool,
 ) -> Cuts:
     """Send heads, receive rows; see `hp_comm.seq_to_head`."""
-    sends, receives, outs = [], [], []
-    for shape, table in zip(shapes, tables, strict=True):
-        s, h = two_dims(where, shape, seq_dim, head_dim)
-        send = heads_to_ranks(where, shape, h, table, size)
-        receive = lengths_of_ranks(where, shape, s, lengths, size, rank)
-        outs.append(_with(_with(shape, s, sum(receive.counts)), h, send.counts[rank]))
-        sends.append(send)
-        receives.append(receive)
-    joined = () if dense else _joined(sends, receives, shapes, h)
-    return Cuts(tuple(sends), tuple(receives), shapes, tuple(outs), joined)
+    dims = [two_dims(where, shape, seq_dim, head_dim) for shape in shapes]
+    sends, receives = [], []
+    for shape, (s, h), table in zip(shapes, dims, tables, strict=True):
+        sends.append(heads_to_ranks(where, shape, h, table, size))
+        receives.append(lengths_of_ranks(where, shape, s, lengths, size, rank))
+    joined = () if dense else _joined(sends, receives, shapes)
+    return _cuts(sends, receives, shapes, rank, joined)
 
 
 @_remembered
@@ -95,26 +92,36 @@ def heads_to_sequence(
     rank: int,
 ) -> Cuts:
     """Send rows, receive heads; see `hp_comm.head_to_seq`."""
-    sends, receives, outs = [], [], []
-    for shape, table in zip(shapes, tables, strict=True):
-        s, h = two_dims(where, shape, seq_dim, head_dim)
-        send = rows_to_ranks(where, shape, s, lengths, size)
-        receive = heads_of_ranks(where, shape, h, table, size, rank)
-        outs.append(_with(_with(shape, s, send.counts[rank]), h, sum(receive.counts)))
-        sends.append(send)
-        receives.append(receive)
+    dims = [two_dims(where, shape, seq_dim, head_dim) for shape in shapes]
+    sends, receives = [], []
+    for shape, (s, h), table in zip(shapes, dims, tables, strict=True):
+        sends.append(rows_to_ranks(where, shape, s, lengths, size))
+        receives.append(heads_of_ranks(where, shape, h, table, size, rank))
     # what lies apart because of it is the gradient, which nobody looks at as a dense tensor;
     # where heads lead, they lie in one piece as they are
     heads_lead = len(shapes) == 1 and prod(shapes[0][: receives[0].dim]) == 1
-    joined = () if heads_lead else _joined(receives, sends, shapes, h)
+    joined = () if heads_lead else _joined(receives, sends, shapes)
+    return _cuts(sends, receives, shapes, rank, joined)
+
+
+def _cuts(
+    sends: Sequence[Cut],
+    receives: Sequence[Cut],
+    shapes: tuple[Shape, ...],
+    rank: int,
+    joined: tuple[int, ...],
+) -> Cuts:
+    """Return the exchange: of what is cut a rank keeps its own part, of what is joined all."""
+    outs = [
+        _with(_with(shape, receive.dim, sum(receive.counts)), send.dim, send.counts[rank])
+        for shape, send, receive in zip(shapes, sends, receives, strict=True)
+    ]
     return Cuts(tuple(sends), tuple(receives), shapes, tuple(outs), joined)
 
 
-def _joined(
-    heads: Sequence[Cut], rows: Sequence[Cut], shapes: Sequence[Shape], head_dim: int
-) -> tuple[int, ...]:
+def _joined(heads: Sequence[Cut], rows: Sequence[Cut], shapes: Sequence[Shape]) -> tuple[int, ...]:
     """Return ``(seq_dim, head_dim)`` if the tensors fit side by side: they differ in heads only."""
-    alike = {_with(shape, head_dim, 0) for shape in shapes}
+    alike = {_with(shape, cut.dim, 0) for shape, cut in zip(shapes, heads, strict=True)}
     places = {(row.dim, head.dim) for row, head in zip(rows, heads, strict=True)}
     return next(iter(places)) if len(alike) == len(places) == 1 else ()
 

@@ -23,6 +23,22 @@ from hp_mesh.window import AttentionWindow
 Op = Callable[..., Tensor]
 
 
+def view_on(mesh: Any, cp_axes: tuple[int, ...], head_axis: int | None = None) -> View:
+    """Return a view that knows its mesh and nothing of attention."""
+    return View(
+        mesh=mesh,
+        cp_axes=cp_axes,
+        window=AttentionWindow(0, 1, 1, 1),
+        query_placements=(),
+        heads=(0, 1),
+        num_heads=1,
+        is_local=False,
+        is_balanced=False,
+        where="Style",
+        head_axis=head_axis,
+    )
+
+
 def placed(whole: Tensor, mesh: Any, placements: Sequence[Placement], view: View) -> Any:
     """Return this rank's leaf and the DTensor around it; a partial sum is split unevenly."""
     local = whole.detach()
@@ -60,17 +76,7 @@ def run(
     grad: Tensor,
 ) -> Any:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("co", "ds")[: len(sizes)])
-    view = View(
-        mesh=mesh,
-        cp_axes=tuple(range(len(sizes))),
-        window=AttentionWindow(0, 1, 1, 1),
-        query_placements=(),
-        heads=(0, 1),
-        num_heads=1,
-        is_local=False,
-        is_balanced=False,
-        where="Style",
-    )
+    view = view_on(mesh, tuple(range(len(sizes))))
     open_view(view, sys._getframe())
     try:
         pairs = [
@@ -186,18 +192,7 @@ def cut_already(rank: int, sizes: tuple[int, ...], equation: str, x: Tensor, w: 
     names = ("cp",) if len(sizes) == 1 else ("tp", "cp")
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     last = len(sizes) - 1
-    view = View(
-        mesh=mesh,
-        cp_axes=(last,),
-        window=AttentionWindow(0, 1, 1, 1),
-        query_placements=(),
-        heads=(0, 1),
-        num_heads=1,
-        is_local=False,
-        is_balanced=False,
-        where="Style",
-        head_axis=last if len(sizes) > 1 else None,
-    )
+    view = view_on(mesh, (last,), head_axis=last if last else None)
     shards = [Shard(1)] * len(sizes)
     local = x
     for axis, index in enumerate(mesh.get_coordinate()):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from hp_tune.cli import main
 from hp_tune.errors import PlanSchemaError
 from hp_tune.plans.plan_file import SCHEMA, PlanFile, load
+
+from ._program import empty_folder, run
 
 OLDER = Path(__file__).with_name("plan_of_schema_3.json")
 """Written by the hp-tune of that time: two layers on two CPU ranks."""
@@ -116,14 +116,11 @@ def test_every_command_that_reads_one_says_so(
     arguments: list[str],
 ) -> None:
     """Exit code 8, and the way out."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    empty_folder(tmp_path, monkeypatch)
     Path("plan.json").write_bytes(OLDER.read_bytes())
     command, *more = arguments
-    with pytest.raises(SystemExit) as stopped:
-        main([command, "plan.json", *more])
+    code, _, err = run(capsys, command, "plan.json", *more)
 
-    err = capsys.readouterr().err
     said = json.loads(err)["hint"] if more else err
-    assert stopped.value.code == 8
+    assert code == 8
     assert "hp-tune search ... --out plan.json" in said
