@@ -85,6 +85,8 @@ def test_sliding_layers_caps_and_sinks_train_as_in_one_process(
     model.zero_grad()
     for size, mode in ((2, "ulysses"), (2, "colossal"), (4, "hybrid"), (2, "balanced")):
         assert_equal_on_all_ranks(model, size, mode, expected)
+    if family == "gpt_oss":
+        assert_equal_on_all_ranks(model, 4, "balanced hybrid", expected)
 
 
 def test_soft_caps_need_eager_attention() -> None:
