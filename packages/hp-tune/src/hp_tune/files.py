@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ __all__ = [
     "load_json",
     "load_table",
     "load_yaml",
+    "require_place",
     "sha256",
     "yaml_scalar",
 ]
@@ -39,6 +41,19 @@ def canonical_json(value: object) -> str:
 def sha256(value: object) -> str:
     """Return the hex digest of the canonical JSON of ``value``."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def require_place(path: Path, option: str = "--out") -> None:
+    """Refuse a file that cannot be written, before the work for it is done."""
+    probe = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"{option} {path} cannot be written: {error.strerror}",
+            f"name another place with {option}",
+        ) from None
 
 
 def load_json(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -126,6 +127,21 @@ def test_plan_may_be_written_nowhere_else(tmp_path: Path) -> None:
     """A folder that does not exist is one sentence."""
     with pytest.raises(hp_tune.UsageError, match=r"--out .* cannot be written"):
         write(plan(), tmp_path / "none" / "plan.json")
+
+
+def test_a_plan_on_a_file_system_that_is_read_only_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing can be removed either."""
+
+    def refuse(self: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(self))
+
+    made = plan()
+    for name in ("unlink", "write_text"):
+        monkeypatch.setattr(Path, name, refuse)
+    with pytest.raises(hp_tune.UsageError, match=r"--out .* cannot be written: Read-only"):
+        write(made, tmp_path / "plan.json")
 
 
 def test_sparse_attention_has_a_style_for_each_boundary() -> None:

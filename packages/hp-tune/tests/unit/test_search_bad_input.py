@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -162,3 +163,22 @@ def test_what_would_never_end_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     ):
         code, _, err = run(capsys, *words, *more)
         assert (code, text in err) == (2, True), err
+
+
+def test_a_place_that_cannot_be_written_is_said_before_the_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that is read only, where nothing can be removed either; no study is begun."""
+
+    def refuse(self: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(self))
+
+    for name in ("touch", "unlink", "write_text"):
+        monkeypatch.setattr(Path, name, refuse)
+    for command in (SEARCH, [*SEARCH, "--mode", "measured"], ["profile", "--name", "x"]):
+        code, out, err = run(capsys, *command)
+        place = "x.yaml" if command[0] == "profile" else "plan.json"
+        assert (code, out) == (2, "")
+        assert f"--out {place} cannot be written: Read-only file system" in err
+        assert "name another place with --out" in err
+    assert not Path(".hp-tune").exists()

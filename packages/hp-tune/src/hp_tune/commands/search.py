@@ -101,6 +101,7 @@ __all__ = ["search"]
 def search(**options: Any) -> None:
     """Rank every configuration for a model on a cluster, and write the best as a plan."""
     from hp_tune.clusters.cluster_files import read_cluster
+    from hp_tune.files import require_place
     from hp_tune.models.hf_config import read_model
     from hp_tune.plans.plan_file import write
     from hp_tune.printing import render_search
@@ -111,6 +112,7 @@ def search(**options: Any) -> None:
     lengths = _lengths(options)
     workload = read_workload(model, options, lengths[0][0], read_documents(options))
     how = _settings(options)
+    require_place(options["out"])
     budget = Budget(options["budget"], options["max_trials"])
     study = partial(_study_path, model, cluster, options, len(lengths) > 1)
     with Bar("searching", quiet=options["quiet"]) as bar:

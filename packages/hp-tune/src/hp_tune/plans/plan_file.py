@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -289,7 +290,8 @@ def write(plan: PlanFile, path: Path) -> None:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # where nothing can be written nothing can be removed
+            temporary.unlink(missing_ok=True)
         raise UsageError(
             f"--out {path} cannot be written: {error.strerror}", "name another place with --out"
         ) from None

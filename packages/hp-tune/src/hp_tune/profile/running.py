@@ -11,6 +11,7 @@ from typing import Any
 from hp_tune.clusters.cluster import Cluster
 from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.errors import AllFailedError, UsageError
+from hp_tune.files import require_place
 from hp_tune.profile.overlay import describe
 from hp_tune.profile.writing import as_said_in, write_cluster
 from hp_tune.steps import Step
@@ -87,6 +88,7 @@ def profile(
             "collectives",
             "use --nproc-per-node 2 or more, or --cluster BASE to measure the device alone",
         )
+    require_place(out)
     known = None if base is None else read_cluster(base)
     base = None if base is None else as_said_in(out, base)
     launcher.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,12 @@ def write_cluster(content: Mapping[str, Any], path: Path, *, heading: str) -> Cl
             ) from None
         temporary.replace(path)
     except OSError as error:
-        raise UsageError(f"--out ({path}) cannot be written: {error.strerror}") from None
+        raise UsageError(
+            f"--out {path} cannot be written: {error.strerror}", "name another place with --out"
+        ) from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # where nothing can be written nothing can be removed
+            temporary.unlink(missing_ok=True)
     return found
 
 
