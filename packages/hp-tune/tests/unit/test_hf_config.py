@@ -218,11 +218,47 @@ def test_missing_fields_are_listed_with_the_aliases_tried() -> None:
         ({"num_hidden_layers": 1e9}, r"layers \(1000000000\) must be at most 10000"),
         ({"num_attention_heads": 1e400}, r"num_attention_heads \(inf\) must be a whole number"),
         ({"sliding_window": -1}, r"sliding_window \(-1\) must be a whole number"),
-        ({"index_topk": 0}, r"a field of its config.json must have a form that is known: .*index_"),
-        ({"layer_types": 4}, r"a field of its config.json must have a form that is known: .*len"),
-        ({"block_configs": ["full"] * 4}, r"must have a form that is known: 'str' object"),
-        ({"compress_ratios": ["x"] * 4}, r"must have a form that is known: invalid literal"),
-        ({"linear_attn_config": {"full_attn_layers": 3}}, r"must have a form that is known: 'int'"),
+        ({"layer_types": 5}, r"layer_types \(5\) must be a list"),
+        ({"hybrid_override_pattern": {"M": 1}}, r"hybrid_override_pattern .* must be a list"),
+        ({"linear_attn_config": "x"}, r"linear_attn_config \('x'\) must be an object"),
+        ({"linear_attn_config": {"full_attn_layers": 3}}, r"full_attn_layers \(3\) must be a list"),
+        ({"linear_attn_config": {"full_attn_layers": [[1]]}}, r"must be a whole number"),
+        ({"block_configs": [1] * 4}, r"entries of block_configs \(1\) must be objects"),
+        ({"block_configs": [{"attention": "no"}] * 4}, r"must be objects"),
+        ({"block_configs": [{"attention": {"n_heads_in_group": "2"}}] * 4}, r"n_heads_in_group"),
+        ({"block_configs": [{"attention": {"window_length": "8"}}] * 4}, r"window_length"),
+        ({"compress_ratios": [None] * 4}, r"compress_ratios \(None\) must be a whole number"),
+        ({"compress_ratios": [-4] * 4}, r"compress_ratios \(-4\) must be a whole number"),
+        ({"compress_ratios": 4}, r"compress_ratios \(4\) must be a list"),
+        (
+            {"model_type": "llama4_text", "attention_chunk_size": 8, "no_rope_layers": 5},
+            r"no_rope_layers \(5\) must be a list",
+        ),
+        (
+            {"max_position_embeddings": 8, "rope_scaling": {"factor": 1e308}},
+            r"factor \(1e\+308\) of the rope",
+        ),
+        (
+            {"max_position_embeddings": 8, "rope_scaling": {"factor": "2"}},
+            r"factor \('2'\) of the rope",
+        ),
+        (
+            {
+                "max_position_embeddings": 8,
+                "rope_scaling": {"factor": 2, "original_max_position_embeddings": "x"},
+            },
+            r"original_max_position_embeddings \('x'\) must be a whole number",
+        ),
+        ({"head_dim": 0}, r"head_dim \(0\) must be at least 1"),
+        ({"index_topk": 0}, r"index_topk \(0\) must be at least 1"),
+        ({"hidden_size": float("inf")}, r"hidden_size \(inf\) must be a whole number"),
+        ({"num_hidden_layers": 10**6}, r"layers \(1000000\) must be at most 10000"),
+        ({"num_nextn_predict_layers": 10**7}, r"layers \(10000004\) must be at most 10000"),
+        ({"num_global_key_value_heads": 5}, r"heads \(12\) must be divisible by KV heads \(5\)"),
+        (
+            {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": "false"},
+            r"use_sliding_window \('false'\) must be true or false",
+        ),
     ],
 )
 def test_contradictions_are_refused(fields: dict[str, Any], text: str) -> None:
@@ -245,6 +281,12 @@ def test_json_pitfalls(tmp_path: Path) -> None:
     path.write_text('{"hidden_size": 1,\n // no\n}')
     with pytest.raises(UsageError, match=r"config.json:2:2: not JSON"):
         read_model(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(UsageError, match=r"config\.json: is nested too deeply"):
+        read_model(path)
+    path.write_text('{"hidden_size": ' + "9" * 5000 + "}")
+    with pytest.raises(UsageError, match=r"config\.json: cannot be read: Exceeds the limit"):
+        read_model(path)
     path.write_text("[]")
     with pytest.raises(UsageError, match="must hold a JSON object, not list"):
         read_model(path)
@@ -252,3 +294,11 @@ def test_json_pitfalls(tmp_path: Path) -> None:
         read_model("llama-3.1-8")
     with pytest.raises(UsageError, match=r"must hold a config\.json"):
         read_model(Path(__file__).parent)
+
+
+def test_a_pattern_may_be_a_list_of_letters() -> None:
+    """Not only one word of them; it was taken for no pattern at all."""
+    letters = read(hybrid_override_pattern=["M", "*", "-", "E"])
+
+    assert letters.layers == read(hybrid_override_pattern="M*-E").layers
+    assert [layer.kind for layer in letters.layers] == ["linear", "full", "none", "none"]

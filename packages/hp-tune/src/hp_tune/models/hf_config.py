@@ -23,6 +23,7 @@ from hp_tune.models.hf_fields import (
     LAYERS,
     LONGEST,
     MLP,
+    MOST,
     PREDICTION,
     Fields,
     text_config,
@@ -100,15 +101,17 @@ def _described(config: dict[str, Any], name: str) -> Model:
     heads = fields.required("query heads", HEADS)
     hidden = fields.required("hidden size", HIDDEN)
     layers = fields.required("layers", LAYERS, listed_layers(text))
+    extra = fields.optional(PREDICTION) or 0
     fields.stop_if_missing(family)
-    if layers > MOST_LAYERS:
-        raise UsageError(f"{name}: layers ({layers}) must be at most {MOST_LAYERS}")
+    if layers + extra > MOST_LAYERS:
+        raise UsageError(f"{name}: layers ({layers + extra}) must be at most {MOST_LAYERS}")
     base = _attention(fields, text, heads, hidden)
     specs = layer_list(fields, text, family, layers, base)
-    extra = fields.optional(PREDICTION) or 0
-    specs += [prediction_layer(text, specs, base)] * extra
+    specs += [prediction_layer(fields, specs, base)] * extra
     unique: dict[Attention, Attention] = {}
     specs = [unique.setdefault(layer, layer) for layer in specs]  # equal layers are one object
+    for layer in unique:
+        _check_heads(fields, layer.num_heads, layer.num_kv_heads)
     if text.get("is_encoder_decoder"):
         fields.notes.append("encoder-decoder: only the decoder's self-attention is described")
     if text.get("sparse_attention_config"):
@@ -135,9 +138,9 @@ def _described(config: dict[str, Any], name: str) -> Model:
 
 def _attention(fields: Fields, text: Mapping[str, Any], heads: int, hidden: int) -> Attention:
     index: dict[str, Any] = {
-        "index_topk": fields.optional(("index_topk",)),
-        "index_heads": fields.optional(("index_n_heads",)),
-        "index_head_size": fields.optional(("index_head_dim",)),
+        "index_topk": fields.size(("index_topk",)),
+        "index_heads": fields.size(("index_n_heads",)),
+        "index_head_size": fields.size(("index_head_dim",)),
     }
     gate = text.get("attn_output_gate") is True or text.get("mla_use_output_gate") is True
     if text.get("kv_lora_rank") is not None:  # MLA: head_dim, where present, is the rope part
@@ -160,7 +163,7 @@ def _attention(fields: Fields, text: Mapping[str, Any], heads: int, hidden: int)
             output_gate=gate,
             **index,
         )
-    size = fields.optional(HEAD_SIZE)
+    size = fields.size(HEAD_SIZE)
     if size is None:
         if hidden % heads:
             raise UsageError(
@@ -190,9 +193,13 @@ def _kv_heads(fields: Fields, text: Mapping[str, Any], heads: int) -> int:
         if not isinstance(text.get("block_configs"), list):
             fields.notes.append(f"no number of KV heads is given: {heads} assumed (MHA)")
         return heads
-    if kv > heads or heads % kv:
-        raise UsageError(f"{fields.name}: heads ({heads}) must be divisible by KV heads ({kv})")
+    _check_heads(fields, heads, kv)
     return kv
+
+
+def _check_heads(fields: Fields, heads: int, kv: int) -> None:
+    if heads % kv:
+        raise UsageError(f"{fields.name}: heads ({heads}) must be divisible by KV heads ({kv})")
 
 
 def _qk_norm(text: Mapping[str, Any], family: str) -> bool:
@@ -242,7 +249,12 @@ def _max_length(fields: Fields, text: Mapping[str, Any]) -> int | None:
     if isinstance(scaling.get("full_attention"), Mapping):  # one entry per kind of layer
         scaling = scaling["full_attention"]
     factor = scaling.get("factor")
-    if not isinstance(factor, int | float):
+    if factor is None:
         return longest
-    original = scaling.get("original_max_position_embeddings")
-    return max(longest, int((original or longest) * factor))
+    if not isinstance(factor, int | float) or isinstance(factor, bool) or not 0 < factor < MOST:
+        raise UsageError(
+            f"{fields.name}: factor ({factor!r}) of the rope must be a positive number"
+        )
+    key = "original_max_position_embeddings"
+    original = fields.whole(key, scaling.get(key) or longest)
+    return max(longest, int(original * factor))

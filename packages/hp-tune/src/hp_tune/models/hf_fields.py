@@ -21,6 +21,7 @@ __all__ = [
     "LAYERS",
     "LONGEST",
     "MLP",
+    "MOST",
     "PREDICTION",
     "Fields",
     "text_config",
@@ -44,6 +45,16 @@ PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 LONGEST = ("max_position_embeddings", "seq_length", "n_positions", "max_seq_len")
 
 
+MOST = 10**15
+"""Above all that a configuration counts."""
+
+
+def _short(value: object) -> str:
+    """Return a value as text of one line, however long it is."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 class Fields:
     """Look up a field by its aliases; remember what was missing and what was assumed."""
 
@@ -57,13 +68,40 @@ class Fields:
         """Return the first alias that is set, as an integer (``28.0`` is 28), or None."""
         for alias in aliases:
             value = self.config.get(alias)
-            if value is None:
-                continue
-            whole = isinstance(value, int | float) and not isinstance(value, bool)
-            if not whole or not 0 <= value < 2**53 or value != int(value):
-                raise UsageError(f"{self.name}: {alias} ({value!r}) must be a whole number")
-            return int(value)
+            if value is not None:
+                return self.whole(alias, value)
         return None
+
+    def whole(self, key: str, value: object, least: int = 0) -> int:
+        """Return the value of ``key`` as an integer (``28.0`` is 28) of at least ``least``."""
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value <= MOST or value != int(value):  # type: ignore[operator, call-overload]
+            raise UsageError(f"{self.name}: {key} ({_short(value)}) must be a whole number")
+        if value < least:  # type: ignore[operator]
+            raise UsageError(f"{self.name}: {key} ({value}) must be at least {least}")
+        return int(value)  # type: ignore[call-overload, no-any-return]
+
+    def size(self, aliases: tuple[str, ...]) -> int | None:
+        """Return `optional`, and refuse 0: a size that is not there is null, or left out."""
+        found = self.optional(aliases)
+        if found == 0:
+            alias = next(one for one in aliases if self.config.get(one) is not None)
+            raise UsageError(f"{self.name}: {alias} (0) must be at least 1")
+        return found
+
+    def listed(self, key: str, kinds: tuple[type, ...] = (list,)) -> Any:
+        """Return the list that ``key`` holds, or None where it is not set."""
+        return self._of_type(key, kinds, "a list")
+
+    def group(self, key: str) -> Any:
+        """Return the JSON object that ``key`` holds, or None where it is not set."""
+        return self._of_type(key, (dict,), "an object")
+
+    def _of_type(self, key: str, kinds: tuple[type, ...], words: str) -> Any:
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, kinds):
+            raise UsageError(f"{self.name}: {key} ({_short(value)}) must be {words}")
+        return value
 
     def required(self, what: str, aliases: tuple[str, ...], default: int | None = None) -> int:
         """Return the first alias that is set; remember what is missing and return 1."""

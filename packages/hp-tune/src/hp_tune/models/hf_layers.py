@@ -46,31 +46,36 @@ def layer_list(
 ) -> list[Attention]:
     """Return the attention of each layer; ``base`` is that of a full one."""
     window = _window(fields, text, family)
-    if isinstance(text.get("block_configs"), list):
-        return [_block(fields, base, block) for block in _at_least(fields, text, layers)]
-    ratios = text.get("compress_ratios")
-    if isinstance(ratios, list):
+    blocks = fields.listed("block_configs")
+    if blocks is not None:
+        _check_length(fields, "block_configs", blocks, layers)
+        return [_block(fields, base, block) for block in blocks[:layers]]
+    ratios = fields.listed("compress_ratios")
+    if ratios is not None:
         _check_length(fields, "compress_ratios", ratios, layers)
-        return [_compressed(base, int(ratio), window) for ratio in ratios[:layers]]
+        found = [fields.whole("compress_ratios", ratio) for ratio in ratios[:layers]]
+        return [_compressed(base, ratio, window) for ratio in found]
     kinds = _kinds(fields, text, family, layers, window)
-    found = [_of_kind(fields, text, family, base, kind, window) for kind in kinds]
-    return _shared_indexers(text, found)
+    return _shared_indexers(
+        fields, [_of_kind(fields, text, family, base, kind, window) for kind in kinds]
+    )
 
 
-def prediction_layer(
-    text: Mapping[str, Any], layers: Sequence[Attention], base: Attention
-) -> Attention:
+def prediction_layer(fields: Fields, layers: Sequence[Attention], base: Attention) -> Attention:
     """Return the attention of a prediction head (MTP): that of a full layer, unless listed."""
-    ratios = text.get("compress_ratios")
-    if isinstance(ratios, list):
+    ratios = fields.listed("compress_ratios")
+    if ratios is not None:
         own = ratios[len(layers)] if len(ratios) > len(layers) else 0
-        return _compressed(base, int(own), layers[-1].window)
+        return _compressed(base, fields.whole("compress_ratios", own), layers[-1].window)
     return next((layer for layer in reversed(layers) if layer.kind == "full"), base)
 
 
 def _window(fields: Fields, text: Mapping[str, Any], family: str) -> int | None:
     off = family.startswith(WINDOW_OFF_BY_DEFAULT)
-    if text.get("use_sliding_window", not off) is False:
+    asked = text.get("use_sliding_window")
+    if asked is not None and not isinstance(asked, bool):
+        raise UsageError(f"{fields.name}: use_sliding_window ({asked!r}) must be true or false")
+    if not (not off if asked is None else asked):
         return None
     return fields.optional(("sliding_window", "sliding_window_size", "attention_chunk_size"))
 
@@ -79,20 +84,26 @@ def _kinds(
     fields: Fields, text: Mapping[str, Any], family: str, layers: int, window: int | None
 ) -> list[LayerKind]:
     for key in LISTS:
-        if text.get(key) is not None:
-            _check_length(fields, key, text[key], layers)
-            return [_named_kind(fields, entry) for entry in text[key][:layers]]
-    letters = text.get("hybrid_override_pattern")
-    if isinstance(letters, str):
+        named = fields.listed(key)
+        if named is not None:
+            _check_length(fields, key, named, layers)
+            return [_named_kind(fields, entry) for entry in named[:layers]]
+    letters = fields.listed("hybrid_override_pattern", (str, list))
+    if letters is not None:
         _check_length(fields, "hybrid_override_pattern", letters, layers)
         return [_letter(fields, letter) for letter in letters[:layers]]
-    linear = text.get("linear_attn_config")
-    if isinstance(linear, Mapping) and linear.get("full_attn_layers") is not None:
-        full = set(linear["full_attn_layers"])  # counted from 1
+    linear = fields.group("linear_attn_config") or {}
+    numbers = linear.get("full_attn_layers")
+    if numbers is not None:
+        key = "linear_attn_config.full_attn_layers"
+        if not isinstance(numbers, list):
+            raise UsageError(f"{fields.name}: {key} ({numbers!r}) must be a list")
+        full = {fields.whole(key, number, 1) for number in numbers}  # counted from 1
         return ["full" if index + 1 in full else "linear" for index in range(layers)]
-    if isinstance(text.get("attn_type_list"), list):  # MiniMax-01: 1 is softmax attention
-        _check_length(fields, "attn_type_list", text["attn_type_list"], layers)
-        return ["full" if entry == 1 else "linear" for entry in text["attn_type_list"][:layers]]
+    types = fields.listed("attn_type_list")
+    if types is not None:  # MiniMax-01: 1 is softmax attention
+        _check_length(fields, "attn_type_list", types, layers)
+        return ["full" if entry == 1 else "linear" for entry in types[:layers]]
     interval = fields.optional(("full_attention_interval",))
     if interval:
         return ["linear" if (i + 1) % interval else "full" for i in range(layers)]
@@ -101,12 +112,12 @@ def _kinds(
         offset = fields.optional(("attn_layer_offset",)) or 0
         return ["full" if i % every == offset else "linear" for i in range(layers)]
     if family.startswith("llama4") and window:
-        return _llama4(fields, text, layers)
+        return _llama4(fields, layers)
     return _windowed(fields, family, layers, window)
 
 
-def _llama4(fields: Fields, text: Mapping[str, Any], layers: int) -> list[LayerKind]:
-    listed = text.get("no_rope_layers") or []
+def _llama4(fields: Fields, layers: int) -> list[LayerKind]:
+    listed = fields.listed("no_rope_layers") or []
     every = fields.optional(("no_rope_layer_interval",)) or 4
     rope = listed if len(listed) >= layers else [(i + 1) % every for i in range(layers)]
     return ["chunked" if entry else "full" for entry in rope[:layers]]
@@ -134,8 +145,8 @@ def _named_kind(fields: Fields, entry: object) -> LayerKind:
     return kind
 
 
-def _letter(fields: Fields, letter: str) -> LayerKind:
-    kind = LETTERS.get(letter)
+def _letter(fields: Fields, letter: object) -> LayerKind:
+    kind = LETTERS.get(str(letter))
     if kind is None:
         raise UsageError(
             f"{fields.name}: letter {letter!r} of hybrid_override_pattern is unknown",
@@ -179,21 +190,20 @@ def _swa(fields: Fields) -> dict[str, int]:
     return {key: size for key, size in found.items() if size}
 
 
-def _at_least(fields: Fields, text: Mapping[str, Any], layers: int) -> list[Any]:
-    blocks: list[Any] = text["block_configs"]
-    _check_length(fields, "block_configs", blocks, layers)
-    return blocks[:layers]
-
-
-def _block(fields: Fields, base: Attention, block: Mapping[str, Any]) -> Attention:
+def _block(fields: Fields, base: Attention, block: object) -> Attention:
     """Read one entry of a searched architecture (Nemotron NAS): group size, or no attention."""
-    found = block.get("attention") or {}
+    found = block.get("attention") or {} if isinstance(block, Mapping) else None
+    if not isinstance(found, Mapping):
+        raise UsageError(
+            f"{fields.name}: entries of block_configs ({block!r}) must be objects, and what "
+            "they say of attention too"
+        )
     if found.get("no_op"):
         return base.model_copy(update={"kind": "none"})
     if found.get("replace_with_linear"):
         return base.model_copy(update={"kind": "linear"})
     changes: dict[str, Any] = {}
-    group = found.get("n_heads_in_group")
+    group = fields.whole("n_heads_in_group", found.get("n_heads_in_group") or 0)
     if group:
         if base.num_heads % group:
             raise UsageError(
@@ -201,8 +211,9 @@ def _block(fields: Fields, base: Attention, block: Mapping[str, Any]) -> Attenti
                 f"n_heads_in_group ({group})"
             )
         changes["num_kv_heads"] = base.num_heads // group
-    if found.get("window_length"):
-        changes |= {"kind": "sliding", "window": found["window_length"]}
+    window = fields.whole("window_length", found.get("window_length") or 0)
+    if window:
+        changes |= {"kind": "sliding", "window": window}
     return base.model_copy(update=changes)
 
 
@@ -215,10 +226,10 @@ def _compressed(base: Attention, ratio: int, window: int | None) -> Attention:
     return base.model_copy(update={"kind": "compressed", "compression": ratio, "window": window})
 
 
-def _shared_indexers(text: Mapping[str, Any], layers: list[Attention]) -> list[Attention]:
+def _shared_indexers(fields: Fields, layers: list[Attention]) -> list[Attention]:
     """Mark the layers that take the selection of an earlier one (GLM-5.2)."""
-    types = text.get("indexer_types")
-    if not isinstance(types, list):
+    types = fields.listed("indexer_types")
+    if types is None:
         return layers
     return [
         layer.model_copy(update={"has_indexer": kind != "shared"})
