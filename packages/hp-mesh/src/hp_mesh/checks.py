@@ -7,6 +7,7 @@ a wrong type), so that a constructor reads as a list of promises.
 from __future__ import annotations
 
 import difflib
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -81,7 +82,8 @@ def read_integers(where: str, name: str, given: Any) -> list[int]:
 
 def divisors(value: int) -> list[int]:
     """Return the divisors of ``value`` in ascending order."""
-    return [d for d in range(1, value + 1) if value % d == 0]
+    small = [d for d in range(1, math.isqrt(value) + 1) if value % d == 0]
+    return small + [value // d for d in reversed(small) if d * d != value]
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

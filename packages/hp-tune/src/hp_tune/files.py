@@ -31,6 +31,8 @@ __all__ = [
 
 Positions = Mapping[tuple[str | int, ...], tuple[int, int]]
 """Line and column (from 1) of each key or list item, by its path."""
+DEEPEST, MOST_NODES = 100, 200_000
+"""Of a YAML file: how deep keys may lie in keys, and how many there may be."""
 
 
 def canonical_json(value: object) -> str:
@@ -77,8 +79,12 @@ def _json_object(
         value = json.loads(text, object_pairs_hook=pairs, parse_constant=lambda _: None)
     except json.JSONDecodeError as error:
         raise UsageError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from None
+    except UsageError:
+        raise
     except RecursionError:
         raise UsageError(f"{path}: must not be nested so deeply") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise UsageError(f"{path}: cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise UsageError(f"{path}: must hold a JSON object, not {type(value).__name__}")
     return value
@@ -102,8 +108,6 @@ def _yaml_mapping(path: Path, text: str) -> tuple[dict[str, Any], Positions]:
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or error
         raise UsageError(f"{path}{place}: not YAML: {problem}") from None
-    except RecursionError:
-        raise UsageError(f"{path}: must not be nested so deeply, or hold itself") from None
     if not isinstance(value, dict):
         raise UsageError(f"{path}: must hold a YAML mapping")
     return value, positions
@@ -215,6 +219,10 @@ def _build(
 ) -> Any:
     import yaml
 
+    if len(at) > DEEPEST or len(positions) > MOST_NODES:  # an alias may stand for what it is in
+        place = f"{node.start_mark.line + 1}:{node.start_mark.column + 1}"
+        problem = "must not be nested so deeply, or hold itself, or hold so much by aliases"
+        raise UsageError(f"{path}:{place}: {problem}")
     if isinstance(node, yaml.MappingNode):
         found: dict[str, Any] = {}
         for key_node, value_node in node.value:
@@ -237,6 +245,6 @@ def _build(
     loader: Any = yaml.SafeLoader  # its methods carry no types
     try:
         return loader("").construct_object(node)
-    except ValueError as error:  # the 30th of February
-        line, column = node.start_mark.line + 1, node.start_mark.column + 1
-        raise UsageError(f"{path}:{line}:{column}: {node.value!r}: {error}") from None
+    except (ValueError, OverflowError) as error:  # the 30th of February
+        place = f"{node.start_mark.line + 1}:{node.start_mark.column + 1}"
+        raise UsageError(f"{path}:{place}: {node.value!r}: {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,15 @@ def test_duplicate_key_is_refused_with_both_lines(tmp_path: Path) -> None:
         ("GBps_per_link", "GBps_per_rank", r"kind full_mesh must have GBps_per_link"),
         ("size: 8", "size: null", r"tier sizes .* must grow from inner to outer"),
         ("kind: full_mesh", "kind: hypercube", r"'switch', 'full_mesh', 'ring' or 'shared_bus'"),
+        ("{value: 28, source", "{value: '28', source", r"value: Input should be a valid number"),
+        ("{value: 28, source", "{value: true, source", r"value: Input should be a valid number"),
+        (
+            "{value: 10, source",
+            "{value: !!int ten, source",
+            r"mine.yaml:\d+:\d+: 'ten': invalid literal",
+        ),
+        ("{value: 10, source", "{value: !us 10, source", r"constructor for the tag '!us'"),
+        ("name: RoCE", "name: HCCS", r"tiers \(HCCS, HCCS\) must have different names"),
     ],
 )
 def test_numbers_that_no_device_has_are_refused(
@@ -97,6 +107,41 @@ def test_numbers_that_no_device_has_are_refused(
     """Units off by a thousand, percent for fractions, both directions, unknown words."""
     with pytest.raises(UsageError, match=text):
         read_cluster(edited(tmp_path, old, new))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("tiers:", r"mine.yaml: tiers \(None\) must be a list of tiers with a name each"),
+        ("tiers: 5", r"tiers \(5\) must be a list"),
+        ("tiers: [1, 2]", r"tiers \(\[1, 2\]\) must be a list"),
+        ("tiers: [{name: [a]}]", r"must be a list of tiers with a name each"),
+        ("tiers: [{name: RoCE}, {name: RoCE}]", r"tier 'RoCE' must be there once, not 2"),
+        ("device: {launch_us: 1e1}", r"'1e1' must be a number, with a dot and a sign"),
+        ("device: {launch_us: }", r"None must be a number, or have value, source and ref"),
+        ("tiers: &t [*t]", r"mine.yaml:\d+:\d+: must not be nested so deeply, or hold itself"),
+        ("description: 2001-99-99", r"mine.yaml:3:14: '2001-99-99': month"),
+    ],
+)
+def test_what_is_no_cluster_is_one_sentence(tmp_path: Path, text: str, problem: str) -> None:
+    """Wrong types, a tier given twice, a list that holds itself: no traceback."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"extends: atlas-800t-a2\nname: mine\n{text}\n")
+
+    with pytest.raises(UsageError, match=problem):
+        read_cluster(path)
+
+
+def test_aliases_that_multiply_are_refused(tmp_path: Path) -> None:
+    """Nine lines of YAML may stand for as many million entries as memory has room for."""
+    names = "abcdefgh"
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"{n}: &{n} [{', '.join([f'*{b}'] * 10)}]" for b, n in itertools.pairwise(names)]
+    path = tmp_path / "mine.yaml"
+    path.write_text("\n".join(lines))
+
+    with pytest.raises(UsageError, match="hold so much by aliases"):
+        read_cluster(path)
 
 
 def test_bare_numbers_are_taken_as_assumed(tmp_path: Path) -> None:
@@ -123,8 +168,8 @@ def test_broken_and_missing_files_are_one_sentence(tmp_path: Path) -> None:
         ("name: &x [*x]\n", "nested so deeply, or hold itself"),
         ("name: !!python/object:os.system x\n", "not YAML: could not determine a constructor"),
         ("extends: hgx-h100\nname: 2026-02-30\n", r"c.yaml:2:7: .2026-02-30.: day"),
-        ("extends: hgx-h100\ntiers:\n", "tiers: Input should be"),
-        ("extends: hgx-h100\ntiers: {a: 1}\n", "tiers: Input should be"),
+        ("extends: hgx-h100\ntiers:\n", "tiers .None. must be a list of tiers"),
+        ("extends: hgx-h100\ntiers: {a: 1}\n", "must be a list of tiers"),
     ):
         path.write_text(text)
         with pytest.raises(UsageError, match=said):
@@ -145,7 +190,8 @@ def test_digest_follows_the_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "text"),
     [
-        ("{value: 294.9, source", "{value: 2949, source", "device.peak_TFLOPS .2949. must be near"),
+        ("{value: 294.9, source", "{value: 2949, source", "TFLOPS.bf16 .2949. must be near"),
+        ("{value: 313, source", "{value: 3130, source", "TFLOPS.fp16 .3130. must be near"),
         ("{value: 1600, source", "{value: 160, source", "device.memory_GBps .160. must be near"),
         ("{value: 60.32, source", "{value: 603.2, source", "device.memory_GiB .603.2. must be"),
         ("{value: 28, source", "{value: 280, source", "tiers.HCCS.GBps_per_link .280. must be"),
@@ -203,3 +249,17 @@ def test_a_curve_has_one_kind_of_points() -> None:
     for wrong in ({}, {"points": points, "by_ranks": {2: points}}, {"points": points[:1]}):
         with pytest.raises(ValueError, match="curve must have"):
             Curve(source="measured", ref="x", **wrong)
+    with pytest.raises(ValueError, match="at least two points"):
+        Curve(source="measured", ref="x", by_ranks={2: points, 4: ()})
+    with pytest.raises(ValueError, match=r"by_ranks \[0, 2\] must be numbers of ranks"):
+        Curve(source="measured", ref="x", by_ranks={2: points, 0: points})
+
+
+def test_fractions_by_size_are_checked_for_every_number_of_ranks() -> None:
+    """Not only for two."""
+    data = read_cluster("atlas-800t-a2").model_dump()
+    curve = {2: ((1.0, 0.2), (2.0, 0.3)), 8: ((1.0, 20.0), (2.0, 30.0))}
+    data["tiers"][0]["efficiency_by_size"] = {"by_ranks": curve, "source": "measured", "ref": "x"}
+
+    with pytest.raises(ValueError, match="efficiency_by_size must hold fractions"):
+        Cluster.model_validate(data)

@@ -282,7 +282,7 @@ def test_json_pitfalls(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"config.json:2:2: not JSON"):
         read_model(path)
     path.write_text("[" * 100_000)
-    with pytest.raises(UsageError, match=r"config\.json: is nested too deeply"):
+    with pytest.raises(UsageError, match=r"config\.json: must not be nested so deeply"):
         read_model(path)
     path.write_text('{"hidden_size": ' + "9" * 5000 + "}")
     with pytest.raises(UsageError, match=r"config\.json: cannot be read: Exceeds the limit"):

@@ -215,7 +215,7 @@ def test_what_is_not_plausible_is_not_written(tmp_path: Path) -> None:
     fast = answer(device="NVIDIA H100", dtype="bf16")
     content = describe(fast, name="ours", base=None, known=None)
 
-    with pytest.raises(UsageError, match=r"not plausible: .*ours.yaml.*peak_TFLOPS .0.1. must be"):
+    with pytest.raises(UsageError, match=r"not plausible: .*ours.yaml.*TFLOPS.bf16 .0.1. must be"):
         write_cluster(content, out, heading="x")
     assert out.read_text() == "before"
     assert list(tmp_path.iterdir()) == [out], "nothing else is left"

@@ -40,6 +40,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ([*SEARCH, "--storage", "nonsense"], "--storage (nonsense) must be an address"),
         ([*SEARCH, "--storage", "sqlite:///a.db", "--study", "s"], "must not both be given"),
         ([*SEARCH, "--within", "0.5"], "is not in the range"),
+        ([*SEARCH, "--within", "nan"], "'nan' must be a number of at least 1"),
+        ([*SEARCH, "--out", ""], "--out (.) must name a file"),
+        ([*SEARCH, "--require", "(" * 2000 + "u>1"], "more than 50 parentheses are open"),
+        ([*QWEN, "--seq", "9" * 5000], "must be a whole number of at least 1"),
+        ([*SEARCH, "--cp", "999999999999"], "--cp (999999999999) must be at most 16384"),
     ],
 )
 def test_wrong_options_are_exit_two(
@@ -51,6 +56,33 @@ def test_wrong_options_are_exit_two(
     assert code == 2
     assert text in err
     assert not Path("plan.json").exists()
+
+
+def test_a_model_without_attention_to_share_is_refused(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    """Its configurations would all take no time; ``presets`` and ``validate`` still describe it."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = {"model_type": "x", **sizes, "layer_types": ["linear_attention"] * 2}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    code, _, err = run(capsys, *SEARCH, "--model", "config.json")
+
+    assert code == 2
+    assert "has none: all 2 are linear" in err
+    assert run(capsys, "validate", "config.json")[0] == 0
+
+
+def test_long_names_are_cut_in_the_name_of_the_study(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    """A file name has 255 bytes; one that the user chose too long is said to be."""
+    (folder / "long.yaml").write_text(f"extends: atlas-800t-a2\nname: {'n' * 300}\n")
+
+    assert run(capsys, *SEARCH, "--cluster", "long.yaml")[0] == 0
+    code, _, err = run(capsys, *SEARCH, "--study", "s" * 300)
+    assert code == 8
+    assert "cannot be written: File name too long" in err
 
 
 def test_nothing_that_keeps_to_a_requirement_is_exit_three(

@@ -104,8 +104,10 @@ class Tier(Described):
                 f"kind {self.kind} must have {wanted} and no other bandwidth, not {given or 'none'}"
             )
         by_size = self.efficiency_by_size
-        if by_size is not None and any(part > 1 for _, part in by_size.for_ranks(2)):
-            raise ValueError("efficiency_by_size must hold fractions")
+        if by_size is not None:
+            every = (by_size.points, *by_size.by_ranks.values())
+            if any(part > 1 for points in every for _, part in points):
+                raise ValueError("efficiency_by_size must hold fractions")
         return self
 
 
@@ -142,7 +144,7 @@ class Device(Described):
     """
 
     name: str
-    peak_TFLOPS: dict[Literal["bf16", "fp16", "fp32", "fp64"], Rate]
+    peak_TFLOPS: dict[Literal["bf16", "fp16", "fp32", "fp64"], Rate] = Field(min_length=1)
     gemm_efficiency: Fraction
     attention_efficiency: Fraction
     attention_saturation: Number
@@ -173,7 +175,7 @@ class Cluster(Described):
             what the tiers say.
     """
 
-    name: str
+    name: str = Field(min_length=1)
     description: str = ""
     device: Device
     tiers: tuple[Tier, ...] = Field(min_length=1)
@@ -199,6 +201,13 @@ class Cluster(Described):
     def _shared(self) -> Self:
         if self.shared_by is not None and self.shared_cores is None:
             raise ValueError("shared_by says who shares shared_cores, which must be given too")
+        return self
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        names = [tier.name for tier in self.tiers]
+        if len(set(names)) < len(names):
+            raise ValueError(f"tiers ({', '.join(names)}) must have different names")
         return self
 
     @model_validator(mode="after")

@@ -64,19 +64,33 @@ def _load(path: Path, below: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Pos
     if found.resolve() in chain:
         raise UsageError(f"{path}: extends ({base}) must not come back to the file itself")
     inherited, _ = _load(found, chain)
+    own = _tiers(path, data)
+    _tiers(found, inherited)
     merged = _merged(inherited, data)
     # a tier's place in the merged list differs from its place in the file
-    names = [tier.get("name") for tier in merged.get("tiers") or [] if isinstance(tier, Mapping)]
-    own = data.get("tiers") or []
+    names = [tier.get("name") for tier in merged.get("tiers", [])]
     moved: dict[tuple[str | int, ...], tuple[int, int]] = {}
     for key, place in positions.items():
         if len(key) > 1 and key[0] == "tiers" and isinstance(key[1], int):
-            name = own[key[1]].get("name") if isinstance(own[key[1]], Mapping) else None
+            name = own[key[1]].get("name")
             if name in names:
                 moved[("tiers", names.index(name), *key[2:])] = place
         else:
             moved[key] = place
     return merged, moved
+
+
+def _tiers(path: Path, data: Mapping[str, Any]) -> list[Any]:
+    """Return the tiers of a file, which are matched by name when it extends or is extended."""
+    tiers = data.get("tiers", [])
+    names = [tier.get("name") for tier in tiers if isinstance(tier, Mapping)] \
+        if isinstance(tiers, list) else None  # fmt: skip
+    if names is None or len(names) < len(tiers) or not all(isinstance(n, str) for n in names):
+        raise UsageError(f"{path}: tiers ({tiers!r}) must be a list of tiers with a name each")
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"{path}: tier {name!r} must be there once, not {names.count(name)}")
+    return tiers
 
 
 def _merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,8 +107,8 @@ def _merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any
 
 
 def _merged_tiers(base: list[Any], change: list[Any]) -> list[Any]:
-    found = {tier.get("name"): tier for tier in base if isinstance(tier, Mapping)}
+    found = {tier["name"]: tier for tier in base}
     for tier in change:
-        name = tier.get("name") if isinstance(tier, Mapping) else None
+        name = tier["name"]
         found[name] = _merged(found[name], tier) if name in found else tier
     return list(found.values())

@@ -31,7 +31,7 @@ class Described(BaseModel):
 class Number(Described):
     """A positive number with its source; a bare number in a file is taken as assumed."""
 
-    value: float = Field(gt=0)
+    value: float = Field(gt=0, strict=True)
     source: Source = "assumed"
     ref: str = ""
 
@@ -40,6 +40,9 @@ class Number(Described):
     def _bare(cls, value: Any) -> Any:
         if isinstance(value, int | float) and not isinstance(value, bool):
             return {"value": value, "source": "assumed", "ref": "given without a source"}
+        if not isinstance(value, dict | cls):
+            dot = ", with a dot and a sign in an exponent: 1.0e+3" if isinstance(value, str) else ""
+            raise ValueError(f"{value!r} must be a number{dot}, or have value, source and ref")
         return value
 
 
@@ -88,10 +91,13 @@ class Curve(Described):
     def _ascending(self) -> Self:
         if bool(self.points) == bool(self.by_ranks):
             raise ValueError("a curve must have points or by_ranks, and not both")
-        for points in (self.points, *self.by_ranks.values()):
+        if any(ranks < 1 for ranks in self.by_ranks):
+            raise ValueError(f"by_ranks {sorted(self.by_ranks)} must be numbers of ranks")
+        found = (*self.by_ranks.values(),) or (self.points,)
+        for points in found:
             sizes = [size for size, _ in points]
             if sizes != sorted(set(sizes)) or min((min(p) for p in points), default=1) <= 0:
                 raise ValueError("points must be positive, with ascending sizes")
-        if any(len(points) < 2 for points in (self.points, *self.by_ranks.values()) if points):
+        if any(len(points) < 2 for points in found):
             raise ValueError("a curve must have at least two points")
         return self

@@ -50,11 +50,13 @@ def check_device(
     half = peaks.get("bf16", peaks.get("fp16"))
     known = next((key for key in DEVICES if key in name.lower()), None)
     if known is not None:
-        found = (half, memory_GBps, memory_GiB)
-        names = ("peak_TFLOPS", "memory_GBps", "memory_GiB")
-        for what, value, (low, high) in zip(names, found, DEVICES[known], strict=True):
-            if value is not None:
-                _near(f"device.{what}", value, low, high, name)
+        halves, *ranges = DEVICES[known]
+        for dtype in ("bf16", "fp16"):
+            if dtype in peaks:
+                _near(f"device.peak_TFLOPS.{dtype}", peaks[dtype], *halves, name)
+        found = (("memory_GBps", memory_GBps), ("memory_GiB", memory_GiB))
+        for (what, value), (low, high) in zip(found, ranges, strict=True):
+            _near(f"device.{what}", value, low, high, name)
     elif half is not None and half > 10:
         ratio = half * 1e3 / memory_GBps
         if not RATIO[0] <= ratio <= RATIO[1]:

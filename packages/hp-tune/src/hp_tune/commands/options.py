@@ -43,7 +43,7 @@ def json_option(text: str = "Print JSON.") -> Callable[[Decorated], Decorated]:
 
 def _count(value: str) -> int:
     """Read a positive whole number; ``128K`` is 131072."""
-    match = re.fullmatch(r"([0-9]+)([kKmM]?)", str(value).replace("_", ""))
+    match = re.fullmatch(r"([0-9]{1,18})([kKmM]?)", str(value).replace("_", ""))
     if match is None or int(match[1]) == 0:
         raise click.BadParameter(
             f"{value!r} must be a whole number of at least 1, such as 131072 or 128K"

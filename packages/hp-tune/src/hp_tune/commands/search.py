@@ -36,6 +36,13 @@ if TYPE_CHECKING:
 __all__ = ["search"]
 
 
+def _no_nan(context: click.Context, option: click.Parameter, value: float) -> float:
+    """Refuse what is neither below nor above the limit of a range."""
+    if value != value:
+        raise click.BadParameter("'nan' must be a number of at least 1", context, option)
+    return value
+
+
 @config_option
 @click.command()
 @click.option("--model", required=True, help="A config.json, a folder that has one, or a preset.")
@@ -70,6 +77,7 @@ __all__ = ["search"]
               help="Rank by prediction, run everything, or run what is predicted near the best.",
               )  # fmt: skip
 @click.option("--within", default=1.25, show_default=True, type=click.FloatRange(min=1),
+              callback=_no_nan,
               help="hybrid: run what is predicted within this factor of the best, ...")  # fmt: skip
 @click.option("--keep", default=3, show_default=True, type=click.IntRange(min=1),
               help="... and at least so many.")  # fmt: skip
@@ -251,5 +259,6 @@ def _study_path(
         asked += [options["within"], options["keep"], options["restrict"], options["variants"]]
     key = sha256(asked)[:8]
     suffix = "" if mode == "analytic" else f"-{mode}"
-    name = f"{model.name}-{cluster.name}-cp{workload.cp_size}-s{workload.seq_len}{suffix}-{key}"
+    names = f"{model.name[:80]}-{cluster.name[:80]}"  # a file name has 255 bytes
+    name = f"{names}-cp{workload.cp_size}-s{workload.seq_len}{suffix}-{key}"
     return Path(".hp-tune") / f"{re.sub(r'[^A-Za-z0-9.-]+', '_', name)}.journal"

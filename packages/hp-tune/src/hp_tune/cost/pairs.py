@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -95,16 +96,18 @@ def seen_pairs(
         chunks = range(layer.window, S, layer.window)
         ends, limit = sorted({*ends, *chunks, S}), None
     pairs = 0
-    for first, end in zip((0, *ends), ends, strict=False):
+    at = bisect_right(ends, start)  # the document of the first row
+    first = ends[at - 1] if at else 0
+    while first < stop and at < len(ends):
+        end = ends[at]
         a, b = max(first, start), min(end, stop)
-        if a >= b:
-            continue
         if workload.causal and limit is None:
             pairs += (b - a) * (a - first) + tiled_pairs(b - a, tile)
         elif workload.causal:
             pairs += causal_pairs(a - first, b - first, limit, layer.sink_tokens)
         else:
             pairs += (b - a) * (end - first)
+        at, first = at + 1, end
     return pairs
 
 

@@ -284,6 +284,8 @@ def _distance(seq_len: int, seq: tuple[int, int]) -> float:
 
 def write(plan: PlanFile, path: Path) -> None:
     """Write ``plan`` to ``path`` as one step: a reader sees the old file or the new one."""
+    if not path.name:
+        raise UsageError(f"--out ({path}) must name a file", "such as --out plan.json")
     text = json.dumps({**plan.content(), "digest": plan.digest}, indent=1, sort_keys=True) + "\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -42,6 +42,11 @@ def read_histogram(path: Path, option: str = "--seq-hist") -> Lengths:
     if not counts:
         raise UsageError(f"{option} {path}: must have a length at least", "such as `8192 120`")
     total = sum(counts.values())
+    if total == math.inf or min(counts.values()) / total == 0:
+        raise UsageError(
+            f"{option} {path}: counts ({min(counts.values()):g} to {max(counts.values()):g}) must "
+            "be of sizes that can be added up"
+        )
     return [(length, counts[length] / total) for length in sorted(counts)]
 
 
@@ -83,7 +88,8 @@ def _lines(path: Path) -> list[tuple[str, str, str]]:
 
 def _length(value: object) -> int | None:
     text = str(value)
-    return int(text) if text.isascii() and text.isdecimal() and int(text) > 0 else None
+    digits = text.isascii() and text.isdecimal() and len(text) <= 18
+    return int(text) if digits and int(text) > 0 else None
 
 
 def _count(value: object) -> float | None:

@@ -42,6 +42,9 @@ COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
 }
 _TOKEN = re.compile(r"\s*(?:(<=|>=|==|!=|<|>|\(|\))|([A-Za-z_]\w*)|(\d+\.?\d*(?:[eE][+-]?\d+)?))")
 
+DEEPEST = 50
+"""Parentheses in parentheses."""
+
 Test = Callable[[Mapping[str, float]], bool]
 
 
@@ -94,7 +97,7 @@ class _Reader:
                 raise self._error(f"{text[at]!r} cannot be read", at)
             self._tokens.append((match[0].strip(), match.end() - len(match[0].strip())))
             at = match.end()
-        self._next = 0
+        self._next = self._depth = 0
 
     def either(self) -> Test:
         tests = [self.both()]
@@ -110,7 +113,11 @@ class _Reader:
 
     def one(self) -> Test:
         if self._take("("):
+            self._depth += 1
+            if self._depth > DEEPEST:
+                raise self._error(f"more than {DEEPEST} parentheses are open")
             inner = self.either()
+            self._depth -= 1
             if not self._take(")"):
                 raise self._error("a closing parenthesis is missing")
             return inner

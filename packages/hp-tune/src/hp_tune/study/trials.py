@@ -136,7 +136,11 @@ class Trials:
         if not isinstance(place, JournalPlace) or any(fate == "waiting" for _, fate in points):
             return None
         keyed = [(point, fate, point_key(point.config)) for point, fate in points]
-        if not place.path.exists():
+        try:
+            is_new = not place.path.exists()
+        except OSError:  # such as a name that is too long; who opens it says so
+            return None
+        if is_new:
             records = first_records(self.name, self.inputs, keyed, self.cp_size, self.objectives)
             return Recorded(place.path, len(points), 0, 0) if place.create(records) else None
         wanted = {key for _, _, key in keyed}
