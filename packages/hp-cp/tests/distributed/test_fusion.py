@@ -21,7 +21,7 @@ from ..unit.test_attention_fusion import (  # noqa: TID252 - there is no package
     COMPRESSED,
     emulate_npu_fusion_attention,
 )
-from ._compare import Case, compare, reference
+from ._compare import Case, compare, compare_under_tensor_parallel, reference
 from ._cores import heads_first
 
 SCHEMA = (
@@ -385,3 +385,12 @@ def test_an_input_layout_that_is_not_the_styles_is_refused_where_sizes_fit(case:
 
     first, *others = ranks(case.P).run(on)
     assert all(one == first for one in others)
+
+
+@pytest.mark.parametrize("case", [Case(P=2), Case(P=2, degree=1)], ids=str)
+def test_sinks_and_biases_of_a_group_of_heads_are_found_under_tp(case: Case) -> None:
+    """Each rank of TP has heads of every group: a group's heads lie apart in the model's."""
+    case = case.but(H=24, HK=8)
+    kwargs = {"sink": randn(24, seed=5).float(), "pse": randn(2, 24, 24, 24, seed=4)}
+    for one in (case, case.but(head_groups=2)):
+        ranks(4).run(compare_under_tensor_parallel, one, lambda: Fused("BSHD", **kwargs), 2)
