@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import io
 import json
@@ -17,6 +18,7 @@ import hp_dsa
 from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.measured.result import Measured
 from hp_tune.models.hf_config import read_model
+from hp_tune.plans.export import export_plan
 from hp_tune.plans.plan_file import load
 from hp_tune.searching.engine import search
 from hp_tune.study.journal import locked
@@ -57,6 +59,21 @@ def test_the_snippet_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> No
     found["STYLES"]["attention"] = spy = Style()
     found["apply_styles"]({"attention": "m"}, "mesh", attention={"q_proj": "q"})
     assert spy.applied == ("m", "mesh", {"q_proj": "q"})
+
+
+@pytest.mark.parametrize("name", ['a"""b', "a\\Nb", "a\\", 'a"', 'x""" + str(exec("stop")) + """'])
+def test_no_name_of_a_folder_or_a_cluster_is_code_in_a_snippet(name: str) -> None:
+    """Quotes would end its docstring, a backslash is read by Python, and what follows is run."""
+    model = read_model("Qwen2.5-7B").model_copy(update={"name": name})
+    cluster = read_cluster("atlas-800t-a2").model_copy(update={"name": name})
+    plan = search(model, cluster, Workload(seq_len=8192, cp_size=8)).plan
+    assert plan is not None
+
+    module = ast.parse(export_plan(plan, plan.entries, "python", Path("plan.json")))
+
+    (docstring, *_) = module.body
+    assert isinstance(docstring, ast.Expr)
+    assert isinstance(docstring.value, ast.Constant)
 
 
 def test_the_snippet_of_sparse_attention_has_three_styles(

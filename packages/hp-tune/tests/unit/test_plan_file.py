@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,6 +96,22 @@ def test_select_serves_half_to_twice_the_length_and_whole_replicas(path: Path) -
         found.select(seq_len=65536, world_size=12)
     with pytest.raises(PlanMismatchError, match=r"sequence length \(65544\).* pad .* to 65552"):
         found.select(seq_len=65544, world_size=8)
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        ({"seq_len": 0, "world_size": 8}, r"select: seq_len \(0\) must be at least 1"),
+        ({"seq_len": "64K", "world_size": 8}, r"seq_len \('64K'\) must be an integer"),
+        ({"seq_len": None, "world_size": 8}, r"seq_len \(None\) must be an integer"),
+        ({"seq_len": 65536, "world_size": 0}, r"world_size \(0\) must be at least 1"),
+        ({"seq_len": 65536, "world_size": -8}, r"world_size \(-8\) must be at least 1"),
+    ],
+)
+def test_select_wants_numbers_that_can_be(path: Path, asked: dict[str, Any], problem: str) -> None:
+    """0 and -8 are multiples of 8, too."""
+    with pytest.raises(PlanMismatchError, match=problem):
+        load(path).select(**asked)
 
 
 def test_an_edited_plan_is_refused(path: Path) -> None:

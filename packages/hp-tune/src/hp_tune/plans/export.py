@@ -73,7 +73,8 @@ def python_snippet(plan: PlanFile, entry: Entry) -> str:
     package = next(iter(specs.values())).package
     names = sorted({spec.name for spec in specs.values()})
     lines = [
-        f'"""Context parallelism for {plan.model["name"]} on {plan.cluster["name"]}:',
+        f'"""Context parallelism for {_words(plan.model["name"])} on',
+        f"{_words(plan.cluster['name'])}:",
         f"{entry.best.mode}.",
         "",
         f"Written by hp-tune from plan {plan.digest[:12]}, for sequences of {when.seq[0]} to",
@@ -104,6 +105,12 @@ def python_snippet(plan: PlanFile, entry: Entry) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _words(name: str) -> str:
+    """Return a name as it may stand in a string of code: names are those of folders and files."""
+    kept = (letter if letter.isprintable() and letter not in '\\"' else " " for letter in name)
+    return " ".join("".join(kept).split())
 
 
 def _roles(specs: Sequence[str] | Any) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hp_cp.plan import Plan, make_plan
+from hp_mesh.checks import require_positive
 from hp_tune.errors import PlanMismatchError, PlanSchemaError, UsageError
 from hp_tune.files import load_json, sha256
 from hp_tune.workload import Config, Layout, Workload
@@ -248,8 +249,14 @@ class PlanFile(_Strict):
             extrapolate: Take the nearest entry even outside the lengths that it serves.
 
         Raises:
-            PlanMismatchError: Nothing fits; the message says what the plan was made for.
+            PlanMismatchError: Nothing fits; the message says what the plan was made for. Or a
+                number is none, or below 1.
         """
+        try:
+            require_positive("select", "seq_len", seq_len)
+            require_positive("select", "world_size", world_size)
+        except ValueError as error:
+            raise PlanMismatchError(str(error)) from None
         fitting = [
             entry
             for entry in self.entries
