@@ -188,7 +188,9 @@ def test_many_configurations_are_drawn_in_colours_that_differ() -> None:
     """The nearest to the fastest, as many as there are colours; the page says who is left out."""
     workload = Workload(seq_len=65536, cp_size=8, handoffs=True)
     model, cluster = read_model("Llama-3.1-8B"), read_cluster("atlas-800t-a2")
-    explained = explain(search(model, cluster, workload, overlap=True, variants=True))
+    result = search(model, cluster, workload, overlap=True, variants=True)
+    label = result.ranking[0].config.label(8)
+    explained = Explanation(result, label, rivals=(), flips=(), opportunities=())
     page = report_html(explained, search_lengths(explained.result, (32768, 65536)))
 
     count = len(explained.result.ranking)

@@ -36,7 +36,7 @@ def test_a_reader_that_has_gone_is_no_error_of_ours(
     os.close(reading)
     done = subprocess.run(
         [*PROGRAM, *arguments], cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, text=True,
-        timeout=120, check=False,
+        timeout=240, check=False,
     )  # fmt: skip
     os.close(writing)
 
@@ -45,7 +45,7 @@ def test_a_reader_that_has_gone_is_no_error_of_ours(
         assert (tmp_path / "plan.json").is_file(), "the work is done all the same"
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "2>&1 | true", "<&-"])
+@pytest.mark.parametrize("closed", ["<&- >&-", "2>&-", "2>&1 | true"])
 @pytest.mark.parametrize(("arguments", "code"), [(SEARCH, 0), (["show", "none.json"], 2)])
 def test_closed_streams_change_no_exit_code(
     tmp_path: Path, closed: str, arguments: list[str], code: int
@@ -54,7 +54,7 @@ def test_closed_streams_change_no_exit_code(
     command = f'"$0" -m hp_tune {" ".join(arguments)} {closed}; exit ${{PIPESTATUS[0]}}'
     done = subprocess.run(
         ["bash", "-c", command, sys.executable], cwd=tmp_path, capture_output=True, text=True,
-        timeout=120, check=False,
+        timeout=240, check=False,
     )  # fmt: skip
 
     assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
@@ -69,19 +69,16 @@ def test_a_bare_environment_is_enough(tmp_path: Path) -> None:
         "PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "LC_ALL": "C",
         "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "COLUMNS": "wide", "TERM": "dumb",
     }  # fmt: skip
-    for arguments in (SEARCH, ["show"], ["explain"], ["report"], ["export"], ["presets"],
-                      ["presets", "atlas-800t-a2"], ["search", "--help"], ["doctor"]):  # fmt: skip
+    for arguments in (SEARCH, ["show"], ["report", "--lengths", "64K"], ["explain", "--json"],
+                      ["presets", "atlas-800t-a2"]):  # fmt: skip
         done = subprocess.run(
-            [*PROGRAM, *arguments], cwd=tmp_path, capture_output=True, timeout=120, env=bare,
+            [*PROGRAM, *arguments], cwd=tmp_path, capture_output=True, timeout=240, env=bare,
             check=False,
         )  # fmt: skip
         assert done.returncode == 0, (arguments, done.stderr)
         assert done.stdout
-    done = subprocess.run(
-        [*PROGRAM, "explain", "--json"], cwd=tmp_path, capture_output=True, timeout=120, env=bare,
-        check=False,
-    )  # fmt: skip
-    assert json.loads(done.stdout)["winner"]["label"] == "colossal u=1 load_balance"
+        if arguments == ["explain", "--json"]:
+            assert json.loads(done.stdout)["winner"]["label"] == "colossal u=1 load_balance"
 
 
 def test_a_name_that_the_encoding_lacks_is_written_as_an_escape(tmp_path: Path) -> None:
@@ -96,7 +93,7 @@ def test_a_name_that_the_encoding_lacks_is_written_as_an_escape(tmp_path: Path) 
     for more in ([], ["--seq", "7"]):
         done = subprocess.run(
             [*PROGRAM, "search", "--model", ".", "--cluster", "hgx-h100", "--cp", "2", "--seq",
-             "8K", *more], cwd=folder, capture_output=True, text=True, timeout=120, env=bare,
+             "8K", *more], cwd=folder, capture_output=True, text=True, timeout=240, env=bare,
             check=False,
         )  # fmt: skip
         assert (done.returncode, "Traceback" in done.stderr) == (3 if more else 0, False)
