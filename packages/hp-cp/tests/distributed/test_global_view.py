@@ -352,8 +352,30 @@ def check(
         assert_close(total, whole, kind="grad", name=name)
 
 
+class RotaryOfPairs(nn.Module):
+    """Rotation of neighbours as complex numbers."""
+
+    def rotate(self, x: Tensor, phases: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * phases).flatten(-2).type_as(x)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        angle = torch.arange(k.shape[1])[:, None, None] / torch.arange(1, D // 2 + 1)
+        phases = torch.polar(torch.ones_like(angle), angle).to(torch.complex128)
+        q, k = self.rotate(q, phases), self.rotate(k, phases)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2)
+
+
 CORES = [GPT2, Llama, Einsum, SoftCap, BandFromK, RelativeBias, Alibi, HeadBias, Sinks, SinksFromK]
 CORES += [QKNorm, TorchRMS, TorchLayerNorm, RotaryFromK, Projected]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rotation_as_complex_numbers(mode: str) -> None:
+    """Gradients lie differently on the ranks (a causal mask cuts keys); none may stop to copy."""
+    check(RotaryOfPairs(), mode, layout="BSHD")
 
 
 @every_mode

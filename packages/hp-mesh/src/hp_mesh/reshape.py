@@ -1,9 +1,13 @@
-"""Reshapes and splits inside the boundary, whose backward DTensor (2.13) gets wrong or sends for.
+"""Reshapes, pairs, splits in the boundary, whose backward DTensor (2.13) gets wrong or sends for.
 
 The gradient of what every CP rank holds whole is partial. Backward of a reshape copies it where its
 strides demand that, and DTensor (2.13) has no rule for the copy of a partial tensor: it all-reduces
 the whole gradient, which the boundary then reduces once more. A local reshape is all that is
 needed: the shards of the result are the reshaped shards of the input.
+
+Backward of `torch.view_as_real` copies its gradient in the same way where it is not contiguous, and
+how a gradient lies may differ between ranks: some would all-reduce, and the others go on. It is
+made contiguous here, on each rank alone.
 
 Backward of a split fills the parts that nobody used with plain zeros, which DTensor refuses to join
 with the others; cut by `narrow`, a part that is not used has no gradient.
@@ -65,6 +69,15 @@ def _split(
     return tuple(x.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False))
 
 
+def _view_as_real(
+    view: View, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    result = view.call_dtensor(func, *enter_view(view, func, args, kwargs))
+    if not isinstance(result, DTensor) or not result.requires_grad:
+        return result
+    return _ContiguousGrad.apply(result)  # type: ignore[no-untyped-call]
+
+
 def _is_dtype(args: Sequence[Any]) -> bool:
     return bool(args) and isinstance(args[0], torch.dtype)
 
@@ -91,6 +104,20 @@ class _Reshape(torch.autograd.Function):
         return wrap_detached(local, grad.device_mesh, placements, False), None
 
 
+class _ContiguousGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> DTensor:
+        local = local_shard(x)
+        return wrap_detached(local.view_as(local), x.device_mesh, tuple(x.placements), True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> DTensor:
+        local = local_shard(grad)
+        if local.is_contiguous() or (torch.is_grad_enabled() and grad.requires_grad):
+            return grad
+        return wrap_detached(local.contiguous(), grad.device_mesh, tuple(grad.placements), False)
+
+
 RESHAPES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(
         (
@@ -105,5 +132,6 @@ RESHAPES: dict[Any, Callable[..., Any]] = {
         _reshape,
     ),
     **dict.fromkeys((Tensor.split, Tensor.chunk, torch.split, torch.chunk), _split),
+    torch.view_as_real: _view_as_real,
 }
 """What runs each op inside the boundary (see `hp_mesh.handlers`)."""
