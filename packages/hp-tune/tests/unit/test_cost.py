@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -421,3 +422,23 @@ def test_ring_attention_is_there_to_be_compared() -> None:
 
 def _balanced_attention(found: Prediction) -> float:
     return seconds(found, "attention (2 calls)")
+
+
+@pytest.mark.parametrize("cluster_name", ["hgx-h100", "atlas-800t-a2", "gb200-nvl72"])
+def test_the_formula_of_an_exchange_gives_its_time(cluster_name: str) -> None:
+    """Every tier that adds to it is there with its sources, and latency where it is added."""
+    model, cluster = read_model("Llama-3.1-8B"), read_cluster(cluster_name)
+    workload = Workload(seq_len=131072, cp_size=16)
+    starts = {f"tiers.{tier.name}": tier.latency_us.value * 1e-6 for tier in cluster.tiers}
+
+    for degree in (1, 2, 4, 8):
+        for term in predict(model, cluster, workload, Config(ulysses_degree=degree)).terms:
+            if term.resource != "network":
+                continue
+            found = re.findall(r"(\S+) B on (\S+) / (\S+) GB/s", term.formula)
+            seconds = sum(float(size) / (float(rate) * 1e9) for size, _, rate in found)
+            if term.formula.startswith("latency"):
+                seconds += max(starts[f"tiers.{tier}"] for _, tier, _ in found)
+            assert seconds == pytest.approx(term.seconds / term.layers, rel=2e-3), term.formula
+            told = {name.split(".")[1] for name in term.sources}
+            assert told == {tier for _, tier, _ in found}

@@ -51,6 +51,7 @@ def fetch(cluster: Cluster, group: Group, messages: Sequence[float]) -> Transfer
         GBps=slowest.rate,
         share_of_peak=slowest.rate / slowest.peak,
         sources=tuple(f"tiers.{name}" for name in sources(slowest.tier, KIND)),
+        formula=f"latency + {slowest}",
     )
 
 

@@ -49,6 +49,7 @@ class Transfer:
         GBps: Bandwidth per rank that was used for it.
         share_of_peak: That bandwidth as a fraction of what the tier can do without losses.
         sources: Names of the cluster's numbers behind it.
+        formula: How ``seconds`` follows from them.
         cpu: Part of the cores that it keeps busy, where ranks share them and it was measured.
     """
 
@@ -58,6 +59,7 @@ class Transfer:
     GBps: float
     share_of_peak: float
     sources: tuple[str, ...]
+    formula: str = ""
     cpu: float | None = None
 
 
@@ -104,13 +106,21 @@ def transfer(cluster: Cluster, kind: str, group: Group, bytes_sent: float) -> Tr
     slowest = stages[max(range(len(stages)), key=times.__getitem__)]
     steps = group.size - 1 if kind == "ring" else 1
     measured = slowest.tier.curve(kind) is not None
+    behind = [slowest] if together else [stage for stage in stages if stage.part]
+    names = [f"tiers.{name}" for stage in behind for name in sources(stage.tier, kind)]
+    addends = [str(stage) for stage in behind]
+    if measured:  # the curve has the start in it
+        addends = addends if total >= latency else ["latency"]
+    else:
+        addends = ["latency" if steps == 1 else f"{steps} x latency", *addends]
     return Transfer(
         seconds=max(latency, total) if measured else steps * latency + total,
         tier=slowest.tier.name,
         tier_bytes=slowest.part,
         GBps=slowest.rate,
         share_of_peak=slowest.rate / slowest.peak,
-        sources=tuple(f"tiers.{name}" for name in sources(slowest.tier, kind)),
+        sources=tuple(dict.fromkeys(names)),
+        formula=" + ".join(addends),
     )
 
 
@@ -125,6 +135,7 @@ def measured_transfer(times: CollectiveTimes, outermost: Stage, bytes_sent: floa
         GBps=rate,
         share_of_peak=min(1.0, rate / outermost.peak),
         sources=(f"collectives.{times.name}",),
+        formula=str(Stage(outermost.tier, outermost.part, rate, max(rate, outermost.peak))),
         cpu=times.cpu,
     )
 
@@ -142,6 +153,10 @@ class Stage:
     def seconds(self) -> float:
         """Time without latency."""
         return self.part / (self.rate * 1e9)
+
+    def __str__(self) -> str:
+        share = f"{self.rate / self.peak:.0%} of its peak"
+        return f"{self.part:.6g} B on {self.tier.name} / {self.rate:.4g} GB/s ({share})"
 
 
 def bandwidth(

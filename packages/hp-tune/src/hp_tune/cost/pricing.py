@@ -122,7 +122,7 @@ class Pricing:
             "compute",
             times * flops / rate + calls * self.launch,
             f"{times} x 2 x {batch} x {heads} heads x {size} x {pairs:.6g} pairs "
-            f"/ ({rate / 1e12:.4g} TFLOPS)",
+            f"/ ({rate / 1e12:.4g} TFLOPS) + {calls} x launch",
             (PEAK, "device.attention_efficiency", "device.attention_saturation", LAUNCH),
             {"pairs": pairs, "heads": heads, "size": size, "fill": fill, "FLOPS": rate,
              "times": times},
@@ -158,8 +158,7 @@ class Pricing:
             move.name,
             "network",
             found.seconds,
-            f"latency + {found.tier_bytes:.6g} B on {found.tier} / {found.GBps:.4g} GB/s "
-            f"({found.share_of_peak:.0%} of its peak)",
+            found.formula or "nothing is sent",
             found.sources,
             {"bytes_sent": sent, "tier_bytes": found.tier_bytes, "GBps": found.GBps,
              "ranks": move.size, "stride": move.stride},
