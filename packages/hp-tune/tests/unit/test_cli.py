@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -170,6 +171,25 @@ def test_a_study_of_another_search_is_exit_eight(capsys: pytest.CaptureFixture[s
 
     assert code == 8
     assert "made from other inputs: workload.batch" in err
+
+
+def test_presets_shows_files_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Search says where the numbers of its cluster are shown; it named a preset that was none."""
+    cluster, config = tmp_path / "ours.yaml", tmp_path / "config.json"
+    cluster.write_text("extends: atlas-800t-a2\nname: ours\ndevice: {launch_us: 7}\n")
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config.write_text(json.dumps({"model_type": "x", **sizes}))
+
+    code, out, _ = run(capsys, "presets", str(cluster))
+    assert code == 0
+    assert re.search(r"device.launch_us +7 +assumed", out)
+    for path in (config, tmp_path):
+        assert "2 x full: 4 heads" in run(capsys, "presets", str(path))[1]
+    _, out, _ = run(
+        capsys, "search", "--model", str(config), "--cluster", str(cluster), "--cp", "4",
+        "--seq", "1K", "--out", str(tmp_path / "p.json"), "--study", str(tmp_path / "s.journal"),
+    )  # fmt: skip
+    assert "(hp-tune presets FILE)" in out
 
 
 def test_presets_and_show_print_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

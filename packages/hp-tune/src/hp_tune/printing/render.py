@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hp_tune.clusters.cluster import Cluster, Curve, Number
+from hp_tune.clusters.cluster_files import cluster_presets
 from hp_tune.cost.memory import GIB
 from hp_tune.models.model import Model
 from hp_tune.plans.plan_file import PlanFile
@@ -44,7 +45,8 @@ def result_text(result: Result, out: Path | None) -> None:
     counts = {s: sum(n.source == s for _, n in numbers) for s in ("spec", "measured", "assumed")}
     sources = ", ".join(f"{count} {source}" for source, count in counts.items() if count)
     line(f"cluster  {result.cluster.name}: {result.cluster.description}")
-    line(f"numbers  {sources} (hp-tune presets {result.cluster.name})")
+    name = result.cluster.name if result.cluster.name in cluster_presets() else "FILE"
+    line(f"numbers  {sources} (hp-tune presets {name})")
     line(
         f"workload sequence {workload.seq_len}, cp {workload.cp_size}, tp {workload.tp_size}, "
         f"batch {workload.batch}, {workload.dtype}, {workload.layout}, "
