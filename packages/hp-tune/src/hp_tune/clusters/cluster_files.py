@@ -83,14 +83,16 @@ def _load(path: Path, below: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Pos
 def _tiers(path: Path, data: Mapping[str, Any]) -> list[Any]:
     """Return the tiers of a file, which are matched by name when it extends or is extended."""
     tiers = data.get("tiers", [])
-    names = [tier.get("name") for tier in tiers if isinstance(tier, Mapping)] \
-        if isinstance(tiers, list) else None  # fmt: skip
-    if names is None or len(names) < len(tiers) or not all(isinstance(n, str) for n in names):
+    named = isinstance(tiers, list) and all(
+        isinstance(tier, Mapping) and isinstance(tier.get("name"), str) for tier in tiers
+    )
+    if not named:
         raise UsageError(f"{path}: tiers ({tiers!r}) must be a list of tiers with a name each")
+    names = [tier["name"] for tier in tiers]
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"{path}: tier {name!r} must be there once, not {names.count(name)}")
-    return tiers
+    return list(tiers)
 
 
 def _merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
