@@ -138,6 +138,16 @@ def test_a_study_of_time_and_memory_is_shown_too(capsys: pytest.CaptureFixture[s
     run(capsys, *SEARCH, "--objective", "pareto")
     for more in ((), ("--json",), ("--pareto",), ("--trial", "0")):
         assert run(capsys, "show", "s.journal", *more)[0] == 0
+    told = [
+        json.loads(run(capsys, "show", path, "--pareto", "--json")[1])["front"]
+        for path in ("plan.json", "s.journal")
+    ]
+    assert [[one["config"] for one in front] for front in told] == [
+        [priced.mode for priced in load("plan.json").entries[0].front]
+    ] * 2
+    smallest = told[0][-1]["config"]
+    assert "kv_chunks" in smallest, "beyond the best and its three alternatives"
+    assert f"{smallest}: " in run(capsys, "show", "--why-miss", smallest)[1]
     trials = json.loads(run(capsys, "show", "s.journal", "--json")[1])["trials"]
     assert trials[0]["ms"] == pytest.approx(2854.32, abs=0.1)
     assert trials[-1]["ms"] is None

@@ -35,6 +35,7 @@ class Row:
         ms: Its time, measured where ``source`` says so; None if it has none.
         reason: Why it has no time: the rule or the class of the failure, and its message.
         hint: The way out.
+        is_ranked: Whether all that are faster are known too.
         terms: Milliseconds that a step waits for, by phase and name; empty where not recorded.
     """
 
@@ -45,20 +46,27 @@ class Row:
     source: str = ""
     reason: str = ""
     hint: str = ""
+    is_ranked: bool = True
     numbers: Mapping[str, Any] = field(default_factory=dict)
     terms: Mapping[str, float] = field(default_factory=dict)
 
 
 def rows_of_plan(plan: PlanFile) -> list[Row]:
-    """Return what a plan holds of each of its entries, the best first."""
+    """Return what a plan holds of each of its entries, the best first.
+
+    After the best and its alternatives come those on a front that was asked for, by time.
+    """
     found = []
     for entry in plan.entries:
         low, high = entry.when.seq
         where = f"sequence {low} to {high}" if len(plan.entries) > 1 else ""
-        for priced in (entry.best, *entry.alternatives):
+        first = (entry.best, *entry.alternatives)
+        modes = {priced.mode for priced in first}
+        for priced in (*first, *(one for one in entry.front if one.mode not in modes)):
             ran = priced.measured
             ms = priced.forward_ms + priced.backward_ms if ran is None else ran.median_ms
-            found.append(Row(priced.mode, where, ms, priced.memory_GiB, source=priced.source))
+            found.append(Row(priced.mode, where, ms, priced.memory_GiB, source=priced.source,
+                             is_ranked=priced in first))  # fmt: skip
         for failed in entry.failed:
             label = failed.config.label(entry.when.cp_size)
             found.append(Row(label, where, reason=f"{failed.outcome}: {failed.reason}"))
@@ -117,8 +125,9 @@ def why_miss(rows: Sequence[Row], label: str) -> list[str]:
         close = nearest(label, known)
         raise UsageError(
             f"--why-miss ({label}) must be a configuration that was looked at",
-            f"did you mean {close!r}?" if close else f"there are: {', '.join(known)}",
-        )
+            f"did you mean {close!r}? a plan holds the best few, a study has all" if close
+            else f"there are: {', '.join(known)}; a plan holds the best few, a study has all",
+        )  # fmt: skip
     found = []
     for row in asked:
         before = f"{row.where}: " if row.where else ""
@@ -130,13 +139,14 @@ def why_miss(rows: Sequence[Row], label: str) -> list[str]:
             continue
         peers = [other for other in rows if other.where == row.where and other.ms is not None]
         best, rank = peers[0], peers.index(row) + 1
+        peers = [other for other in peers if other.is_ranked]
         assert best.ms is not None, "peers have times"
         if rank == 1:
             found.append(f"{before}{row.label} is the choice, {milliseconds(row.ms)} ms")
             continue
         found.append(
-            f"{before}{row.label} is {rank} of {len(peers)}: {milliseconds(row.ms)} ms, "
-            f"x{row.ms / best.ms:.3f} of {best.label}"
+            f"{before}{row.label}{f' is {rank} of {len(peers)}' if row.is_ranked else ''}: "
+            f"{milliseconds(row.ms)} ms, x{row.ms / best.ms:.3f} of {best.label}"
         )
         found += _losses(row, best)
     return found
