@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -174,3 +175,30 @@ def test_a_batch_is_refused_with_the_way_to_flatten_it() -> None:
     q, k, v = Case().qkv()
     with pytest.raises(ValueError, match=r"must have 3 dims.*squeeze\(0\)"):
         packed_attention(q, k, v, [0, 24])
+
+
+class Block(nn.Module):
+    """What stands around attention: something to trace on both sides of the boundary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = Packed(DOCUMENTS["straddling"])
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.core(query * 1.5, key, value).sin()
+
+
+def _compiled(rank: int, case: Case) -> None:
+    block = Block()
+    case.style().apply(block.core, case.mesh())
+    block.compile(backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # dynamo tells what it does not trace
+        compare(rank, case, Block, applied=block)
+
+
+@pytest.mark.parametrize("degree", [None, 1])
+def test_documents_in_a_compiled_block(degree: int | None) -> None:
+    """torch.compile must not trace the operator, whose documents DTensor could not compute."""
+    case = Case(P=2, degree=degree, layout="TND")
+    ranks(2, backend="processes").run(_compiled, case, timeout=600.0)
