@@ -122,7 +122,7 @@ def run_training(model: Path, out: Path, modes: dict[str, dict[str, Any]]) -> No
     subprocess.run([sys.executable, str(TRAINING), path], check=True, env=environment)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += [f"--nproc-per-node={RANKS}", str(TRAINING), path]
-    subprocess.run(torchrun, check=True, env=environment, timeout=300)
+    subprocess.run(torchrun, check=True, env=environment, timeout=900)
 
 
 def report(console: Console, modes: list[str], ranks: list[dict[str, Any]]) -> list[str]:

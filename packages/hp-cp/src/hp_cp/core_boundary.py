@@ -152,6 +152,7 @@ class CPBoundary(Boundary[Call]):
         """Return the checked inputs, or raise what any rank found wrong, on all of them."""
         error: Exception | None = None
         inputs: Inputs | None = None
+        index = self.next_call_index()
         try:
             inputs = self._read(args, kwargs)
         except Exception as problem:  # whatever it is, the others would wait for this rank
@@ -161,12 +162,13 @@ class CPBoundary(Boundary[Call]):
             self.where,
             lambda: {} if inputs is None else {**self.identity, **inputs.signature()},
             error=error,
-            call_index=self.next_call_index(),
+            call_index=index,
             way_out=lambda differing: advise(self.plan, differing),
             watch=self.watch,
             local=None if inputs is None else inputs.told_apart(),
         )
         assert inputs is not None, "preflight raises the error it is given"
+        inputs.call_index = index
         # only now: the ranks have one length, so all of them refuse it with one text
         length = inputs.locals[0].size(inputs.dims[0])
         self.plan.check_length(length, self.where)

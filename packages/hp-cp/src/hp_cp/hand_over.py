@@ -11,6 +11,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from hp_cp.inputs import LABELS, Inputs
 from hp_cp.prepared import without_works
+from hp_cp.view import CPView
 from hp_cp.windowed import Halo
 from hp_mesh._torch import from_local
 from hp_mesh.arguments import replace_slots
@@ -26,13 +27,15 @@ if TYPE_CHECKING:
 __all__ = ["describe_view", "hand_over", "wrap"]
 
 
-def describe_view(boundary: CPBoundary, inputs: Inputs) -> View:
+def describe_view(boundary: CPBoundary, inputs: Inputs) -> CPView:
     """Describe what the first call of the module computes on this rank."""
     plan, style = boundary.plan, boundary.style
     placements = _cp_placements(boundary, 0, inputs)
     mesh, placements_of_q = compose(inputs.layouts[0], boundary.cp_mesh, placements, boundary.where)
     first = mesh.ndim - boundary.cp_mesh.ndim
-    return View(
+    return CPView(
+        group=boundary.group,
+        call_index=inputs.call_index,
         mesh=mesh,
         cp_axes=tuple(range(first, mesh.ndim)),
         window=_window(boundary, inputs),

@@ -34,10 +34,11 @@ from hp_cp.unwrap import (
     shard_range,
 )
 from hp_cp.varlen import register_varlen
+from hp_cp.view import compare
 from hp_cp.windowed import Halo, check_band, fetch_band, halo_of
 from hp_cp.windowed_sdpa import windowed_sdpa
 from hp_mesh._torch import from_local, to_local
-from hp_mesh.checks import fail
+from hp_mesh.checks import fail, read_integers
 from hp_mesh.handlers import register_handler
 from hp_mesh.plain import parts_beside_cp
 from hp_mesh.view import View
@@ -143,6 +144,14 @@ _DIMS = {"BSH": (1, 2), "SBH": (0, 2), "BSND": (1, 2), "BNSD": (2, 1), "TND": (0
 _BATCH_DIM = {"BSH": 0, "SBH": 1, "BSND": 0, "BNSD": 0}
 
 
+def _compare_documents(view: View, given: Mapping[str, Any], where: str) -> None:
+    def told() -> dict[str, object]:
+        found = {name: given.get(name) for name in ("actual_seq_qlen", "actual_seq_kvlen")}
+        return {n: None if x is None else read_integers(where, n, x) for n, x in found.items()}
+
+    compare(view, where, told)
+
+
 class _FusionHandler:
     """Runs one version of ``npu_fusion_attention`` on this rank's rows."""
 
@@ -164,6 +173,8 @@ class _FusionHandler:
         placements: tuple[Placement, ...]
         held: Range | None = None
         if any(view.owns(t) for t in tensors):
+            if layout == "TND":
+                _compare_documents(view, given, where)
             if view.owns(tensors[0]):
                 refuse_crossed_dims(view, tensors[0], tensors[1], seq_dim, head_dim, where)
             q, k, v = (on_mesh(view, t) for t in tensors)
@@ -201,6 +212,8 @@ class _FusionHandler:
             rows, keys = tensors[0].size(seq_dim), tensors[1].size(seq_dim)
             if (rows, keys) != (view.window.query_length, view.window.key_length):
                 return func(*args, **kwargs)
+            if layout == "TND":
+                _compare_documents(view, given, where)
             placements, window = (), view.window
             q_local, k_local, v_local = tensors
             heads, num_heads = view.heads, view.num_heads

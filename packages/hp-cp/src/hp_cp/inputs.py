@@ -41,6 +41,7 @@ class Inputs:
         shards: Under ``keep_kv=False``, k and v before the gather, outside autograd.
         works: QK-norm and rotary of q, k and v that are still to be done.
         is_cross: Whether k and v may be of another sequence than q.
+        call_index: How many calls of the boundary went before.
     """
 
     slots: list[Slot]
@@ -56,6 +57,7 @@ class Inputs:
     shards: tuple[Tensor, Tensor] | None = None
     works: Works = (None, None, None)
     is_cross: bool = False
+    call_index: int = 0
 
     @property
     def kv_is_whole(self) -> bool:

@@ -17,6 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from hp_cp.attention.packed import packed_rows
 from hp_cp.unwrap import keys_beside, on_mesh, query_window
+from hp_cp.view import agreed
 from hp_cp.windowed import check_documents, drop_front, fetch_band, halo_of
 from hp_mesh._torch import from_local, to_local
 from hp_mesh.checks import read_integers, require, require_positive
@@ -105,7 +106,14 @@ def _packed(
     if not any(view.owns(t) for t in tensors) and any(isinstance(t, DTensor) for t in tensors):
         return func(*args, **kwargs)  # DTensors of another mesh
     _check_options(given["causal"], given["sliding_window"], where)
-    ends = _ends(query, key, value, given["cu_seqlens"], given["cu_seqlens_k"], where, view)
+
+    def read() -> dict[str, list[int]]:
+        lengths = given["cu_seqlens"], given["cu_seqlens_k"]
+        found = _ends(query, key, value, *lengths, where, view)
+        return dict(zip(("cu_seqlens", "cu_seqlens_k"), found, strict=True))
+
+    query_ends, key_ends = agreed(view, where, read).values()
+    ends = query_ends, key_ends
     options = {
         "causal": given["causal"],
         "window": given["sliding_window"],

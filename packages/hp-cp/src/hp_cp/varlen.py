@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hp_cp.packed import document_ends
 from hp_cp.unwrap import keys_beside, on_mesh, query_window
+from hp_cp.view import agreed
 from hp_cp.windowed import check_documents, drop_front, fetch_band, halo_of
 from hp_mesh._torch import from_local, to_local
 from hp_mesh.checks import fail, require
@@ -56,10 +57,12 @@ def _varlen(
         if (rows, keys) != (window.query_length, window.key_length):
             return tuple(func(*args, **kwargs))
     total = view.window.global_length
-    ends = [
-        _ends(given, name, length, where)
-        for name, length in (("cu_seq_q", total), ("cu_seq_k", num_keys))
-    ]
+    totals = {"cu_seq_q": total, "cu_seq_k": num_keys}
+
+    def read() -> dict[str, list[int]]:
+        return {name: _ends(given, name, rows, where) for name, rows in totals.items()}
+
+    ends = list(agreed(view, where, read).values())
     require(
         len(ends[0]) == len(ends[1]),
         where,

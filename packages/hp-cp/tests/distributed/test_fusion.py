@@ -394,3 +394,20 @@ def test_sinks_and_biases_of_a_group_of_heads_are_found_under_tp(case: Case) -> 
     kwargs = {"sink": randn(24, seed=5).float(), "pse": randn(2, 24, 24, 24, seed=4)}
     for one in (case, case.but(head_groups=2)):
         ranks(4).run(compare_under_tensor_parallel, one, lambda: Fused("BSHD", **kwargs), 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_local_input": True}], ids=["view", "local"])
+def test_ranks_that_were_told_other_documents_are_all_told_so(options: dict[str, Any]) -> None:
+    """One text, before any of them computes."""
+    case = Case(P=3, degree=1, layout="TND")
+
+    def on(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+        lengths = [6, 24] if rank == 1 else [5, 24]
+        core = Fused("TND", actual_seq_qlen=lengths, actual_seq_kvlen=lengths)
+        module = case.style(**options).apply(core, mesh)
+        with pytest.raises(ValueError, match="actual_seq_qlen must be the same on all ranks") as e:
+            module(*(case.local(x, rank) for x in case.qkv()))
+        return str(e.value)
+
+    assert len(set(ranks(3).run(on))) == 1

@@ -170,6 +170,34 @@ def test_lengths_that_do_not_add_up_are_refused_on_every_rank(
     ranks(3).run(on)
 
 
+@pytest.mark.parametrize("options", [{}, {"use_local_input": True}], ids=["view", "local"])
+@pytest.mark.parametrize("case", MODES, ids=str)
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (
+            [0, 6, 24],
+            r"cu_seqlens must be the same on all ranks of the group, not \[5, 24\] on rank",
+        ),
+        ([0, 6, 12], r"cu_seqlens \(\[0, 6, 12\]\) must start with 0.* \(on rank 1 of"),
+    ],
+    ids=["others", "wrong"],
+)
+def test_ranks_that_were_told_other_documents_are_all_told_so(
+    own: list[int], message: str, case: Case, options: dict[str, Any]
+) -> None:
+    """Each would compute another attention without a word, or leave the others waiting."""
+
+    def on(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (case.P,), mesh_dim_names=("cp",))
+        core = case.style(**options).apply(Packed(own if rank == 1 else [0, 5, 24]), mesh)
+        with pytest.raises(ValueError, match=message) as e:
+            core(*(case.local(x, rank) for x in case.qkv()))
+        return str(e.value)
+
+    assert len(set(ranks(case.P).run(on))) == 1
+
+
 def test_a_batch_is_refused_with_the_way_to_flatten_it() -> None:
     """4-D tensors: ``packed_attention: query ... must have 3 dims``."""
     q, k, v = Case().qkv()

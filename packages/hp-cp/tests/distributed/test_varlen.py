@@ -143,3 +143,18 @@ def test_what_cannot_be_cut_is_refused_on_every_rank(
             module(*(case.local(x, rank) for x in case.qkv()))
 
     ranks(3).run(on)
+
+
+def test_ranks_that_were_told_other_documents_are_all_told_so() -> None:
+    """One text, before any of them computes."""
+    case = MODES[1]
+
+    def on(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+        bounds = [0, 6, 24] if rank == 1 else [0, 5, 24]
+        module = ContextParallel(0, 1, ulysses_degree=1).apply(Varlen(bounds), mesh)
+        with pytest.raises(ValueError, match="cu_seq_q must be the same on all ranks") as e:
+            module(*(case.local(x, rank) for x in case.qkv()))
+        return str(e.value)
+
+    assert len(set(ranks(3).run(on))) == 1
