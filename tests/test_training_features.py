@@ -272,9 +272,9 @@ def _compiled(rank: int, expected: dict[str, Tensor]) -> list[dict[str, int]]:
         found.append(
             {
                 "graphs": counters["stats"]["unique_graphs"],
-                "at attention": sum("_PreHook.__call__" in reason for reason in reasons),
+                "at attention": sum("_PreHook._open" in reason for reason in reasons),
                 "at a handoff": sum("_Hook.__call__" in reason for reason in reasons),
-                "elsewhere": sum("Hook.__call__" not in reason for reason in reasons),
+                "elsewhere": sum("Hook." not in reason for reason in reasons),
             }
         )
     return found

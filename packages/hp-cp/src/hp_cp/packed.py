@@ -23,7 +23,6 @@ from hp_mesh._torch import from_local, to_local
 from hp_mesh.checks import read_integers, require, require_positive
 from hp_mesh.documents import packed_window
 from hp_mesh.handlers import register_handler
-from hp_mesh.overrides import outside_compiled_code
 from hp_mesh.view import View
 from hp_mesh.window import AttentionWindow, Range
 
@@ -32,7 +31,6 @@ __all__ = ["document_ends", "packed_attention", "register_packed_attention"]
 _WHERE = "packed_attention"
 
 
-@outside_compiled_code  # traced, it would run its own ops on what the view should see whole
 def packed_attention(
     query: Tensor,
     key: Tensor,

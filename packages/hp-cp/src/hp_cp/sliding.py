@@ -19,7 +19,6 @@ from hp_cp.windowed import fetch_keys, halo_of
 from hp_mesh._torch import from_local, to_local
 from hp_mesh.checks import require, require_positive
 from hp_mesh.handlers import register_handler
-from hp_mesh.overrides import outside_compiled_code
 from hp_mesh.view import View
 
 __all__ = ["register_sliding_window", "sliding_window_attention"]
@@ -27,7 +26,6 @@ __all__ = ["register_sliding_window", "sliding_window_attention"]
 _WHERE = "sliding_window_attention"
 
 
-@outside_compiled_code  # traced, it would run its own ops on what the view should see whole
 def sliding_window_attention(
     query: Tensor,
     key: Tensor,

@@ -177,6 +177,56 @@ def test_a_compiled_core_gives_the_same_numbers(case: Case) -> None:
     ranks(case.P, backend="processes").run(_compiled, case, timeout=600.0)
 
 
+class Asking(nn.Module):
+    """Attention that asks whether its frames, and those that it calls, are traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.told = Eager(), list[bool]()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.told.append(torch.compiler.is_compiling())
+        return _asked(self, query, key, value)
+
+
+def _asked(core: Asking, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    core.told.append(torch.compiler.is_compiling())
+    return core.inner(query, key, value)
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.core, self.told = Asking(), list[bool]()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.told.append(torch.compiler.is_compiling())
+        out = self.core(query * 1.5, key, value).sin()
+        self.told.append(torch.compiler.is_compiling())
+        return out
+
+
+def _asked_in_a_compiled_block(rank: int, case: Case) -> None:
+    block = Around()
+    case.style().apply(block.core, case.mesh())
+    block.compile(backend="eager")
+    mine = [case.local(x, rank) for x in case.qkv()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # dynamo tells what it does not trace
+        block(*mine).sum()
+        with pytest.raises(ValueError, match="must be a tensor"):
+            block(mine[0], None, None)
+        block(*mine).sum()  # traced again after an error
+    assert block.told == [True] * 5
+    assert block.core.told == [False] * 4
+
+
+def test_torch_compile_traces_around_a_boundary_and_nothing_inside() -> None:
+    """A traced frame inside would run torch's ops on DTensors that the view should see first."""
+    case = Case(P=2)
+    ranks(2, backend="processes").run(_asked_in_a_compiled_block, case, timeout=600.0)
+
+
 def test_checkpoints_of_a_mesh_do_not_grow() -> None:
     """What is remembered per mesh is not saved with it."""
 

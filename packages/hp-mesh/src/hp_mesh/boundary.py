@@ -20,13 +20,13 @@ import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from hp_mesh._torch import global_forward_hooks
+from hp_mesh._torch import global_forward_hooks, hold_tracing, never_traced, resume_tracing
 from hp_mesh.checks import fail, require_type
 from hp_mesh.exiting import wait_for_gloo_at_exit
 from hp_mesh.open_views import close_view, open_view
@@ -104,11 +104,15 @@ class Boundary(ABC, Generic[E]):
 
 @dataclass
 class _Open:
-    """An open call: the entry, the frame it runs in, the exception being handled at entry."""
+    """An open call: the entry, the frame it runs in, the exception being handled at entry.
+
+    ``tracing`` is what torch.compile goes on with afterwards: it traces no frame inside.
+    """
 
     entry: Entry
     frame: FrameType
     handled: BaseException | None
+    tracing: object = None
 
 
 class _OpenCalls(threading.local):
@@ -147,10 +151,17 @@ class _PreHook:
     def __init__(self, boundary: Boundary[Any]) -> None:
         self.boundary = boundary
 
-    @outside_compiled_code
+    @never_traced
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        entry = self._open(module, args, kwargs)
+        # a traced frame of the module would run on DTensors that the view should see first
+        _open_calls.calls[-1].tracing = hold_tracing()
+        return entry.args, entry.kwargs
+
+    @outside_compiled_code
+    def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         frame = call_frame()
         handled = sys.exc_info()[1]
         entry = _enter(self.boundary, module, args, kwargs)
@@ -164,14 +175,14 @@ class _PreHook:
             self.boundary.abandon(entry)
             _close(entry)
             raise
-        return entry.args, entry.kwargs
+        return cast(Entry, entry)
 
 
 class _PostHook:
     def __init__(self, boundary: Boundary[Any]) -> None:
         self.boundary = boundary
 
-    @outside_compiled_code
+    @never_traced
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
@@ -179,6 +190,13 @@ class _PostHook:
         call = next((c for c in reversed(_open_calls.calls) if c.frame is frame), None)
         if call is None:  # the pre-hook itself failed: there is nothing to close
             return output
+        try:
+            return self._leave(module, call, output)
+        finally:
+            resume_tracing(call.tracing)
+
+    @outside_compiled_code
+    def _leave(self, module: nn.Module, call: _Open, output: Any) -> Any:
         try:
             if sys.exc_info()[1] is not call.handled:  # called because the module raised
                 self.boundary.abandon(call.entry)

@@ -50,6 +50,7 @@ from hp_mesh._torch.meshes import (
 )
 from hp_mesh._torch.modules import ManagedParameter, fsdp_parameters, global_forward_hooks
 from hp_mesh._torch.storages import WeakStorage
+from hp_mesh._torch.tracing import hold_tracing, never_traced, resume_tracing
 
 __all__ = [
     "ManagedParameter",
@@ -70,6 +71,7 @@ __all__ = [
     "function_mode_stack",
     "global_forward_hooks",
     "hidden_from_selective_checkpoint",
+    "hold_tracing",
     "in_backward",
     "keeps_graph",
     "lies_elsewhere",
@@ -77,6 +79,7 @@ __all__ = [
     "mesh_cache",
     "mesh_key",
     "mesh_replicas",
+    "never_traced",
     "patch_dtensor_exits",
     "push_function_mode",
     "push_saved_tensor_hooks",
@@ -84,6 +87,7 @@ __all__ = [
     "remove_function_modes",
     "remove_saved_tensor_hooks",
     "rename_axes",
+    "resume_tracing",
     "root_mesh",
     "spec_of",
     "split_axis",
