@@ -42,15 +42,27 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         _make_streams_usable()
         code = _run(given)
-        sys.stdout.flush()
     except _SignalledError as stopped:
         _ignore_further_signals()
         name = signal.Signals(stopped.number).name
         code = 128 + stopped.number
         _say(given, code, "interrupted", f"stopped by {name}", _resume(given))
-    except BrokenPipeError:  # the reader of our output has gone, as in `hp-tune presets | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # dropped below
+        pass
+    _write_out()
     sys.exit(code)
+
+
+def _write_out() -> None:
+    """Write what is left; drop it where its reader has gone, as in ``hp-tune presets | head -1``.
+
+    Python would try again while it ends, and exit with 120.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _make_streams_usable() -> None:

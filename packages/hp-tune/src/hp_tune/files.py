@@ -47,6 +47,8 @@ def sha256(value: object) -> str:
 
 def require_place(path: Path, option: str = "--out") -> None:
     """Refuse a file that cannot be written, before the work for it is done."""
+    if not path.name:
+        raise UsageError(f"{option} ({path}) must name a file", f"such as {option} plan.json")
     probe = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         probe.touch()

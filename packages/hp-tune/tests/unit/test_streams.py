@@ -45,6 +45,22 @@ def test_a_reader_that_has_gone_is_no_error_of_ours(
         assert (tmp_path / "plan.json").is_file(), "the work is done all the same"
 
 
+@pytest.mark.parametrize(("arguments", "code"), [(SEARCH, 0), (["show", "none.json"], 2)])
+def test_a_reader_of_both_streams_that_has_gone_changes_no_exit_code(
+    tmp_path: Path, arguments: list[str], code: int
+) -> None:
+    """What stderr still holds is dropped: Python would try to write it, and exit with 120."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [*PROGRAM, *arguments], cwd=tmp_path, stdout=writing, stderr=writing, timeout=240,
+        check=False,
+    )  # fmt: skip
+    os.close(writing)
+
+    assert done.returncode == code
+
+
 @pytest.mark.parametrize("closed", ["<&- >&-", "2>&-", "2>&1 | true"])
 @pytest.mark.parametrize(("arguments", "code"), [(SEARCH, 0), (["show", "none.json"], 2)])
 def test_closed_streams_change_no_exit_code(
