@@ -15,6 +15,12 @@ SEARCH = [*QWEN, "--seq", "64K"]
 PROGRAM = [sys.executable, "-m", "hp_tune"]
 
 
+@pytest.fixture(autouse=True)
+def _buffered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that hold what could not be written until the end, as they do by default."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
