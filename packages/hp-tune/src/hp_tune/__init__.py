@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from hp_tune.explanation.explain import Explanation, explain
     from hp_tune.models.hf_config import model_from_config, read_model
     from hp_tune.models.model import Attention, Model
-    from hp_tune.plans.plan_file import Entry, PlanFile, load
+    from hp_tune.plans.plan import Entry, PlanFile
+    from hp_tune.plans.plan_file import load
     from hp_tune.plans.verify import verify_ranks
     from hp_tune.searching.engine import Result, search
     from hp_tune.workload import Config, Workload
@@ -76,7 +77,8 @@ _HOMES = {
     "hp_tune.explanation.explain": ("Explanation", "explain"),
     "hp_tune.models.hf_config": ("model_from_config", "read_model"),
     "hp_tune.models.model": ("Attention", "Model"),
-    "hp_tune.plans.plan_file": ("Entry", "PlanFile", "load"),
+    "hp_tune.plans.plan": ("Entry", "PlanFile"),
+    "hp_tune.plans.plan_file": ("load",),
     "hp_tune.plans.verify": ("verify_ranks",),
     "hp_tune.workload": ("Config", "Workload"),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,6 @@ __all__ = [
     "load_json",
     "load_table",
     "load_yaml",
-    "require_place",
     "sha256",
     "yaml_scalar",
 ]
@@ -43,21 +41,6 @@ def canonical_json(value: object) -> str:
 def sha256(value: object) -> str:
     """Return the hex digest of the canonical JSON of ``value``."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
-
-
-def require_place(path: Path, option: str = "--out") -> None:
-    """Refuse a file that cannot be written, before the work for it is done."""
-    if not path.name:
-        raise UsageError(f"{option} ({path}) must name a file", f"such as {option} plan.json")
-    probe = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UsageError(
-            f"{option} {path} cannot be written: {error.strerror}",
-            f"name another place with {option}",
-        ) from None
 
 
 def load_json(path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.measured.measurer import TorchrunMeasurer
 from hp_tune.measured.request import Protocol
 from hp_tune.models.model import Attention, Model
-from hp_tune.plans.plan_file import Entry
+from hp_tune.plans.plan import Entry
 from hp_tune.searching.engine import Result, search
 from hp_tune.searching.restriction import read_restriction
 from hp_tune.torchrun import Launcher

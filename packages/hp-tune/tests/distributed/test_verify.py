@@ -11,7 +11,8 @@ from hp_mesh.testing import count_collectives, ranks
 from hp_tune import RankMismatchError, load, search, verify_ranks
 from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.models.hf_config import read_model
-from hp_tune.plans.plan_file import PlanFile, write
+from hp_tune.plans.plan import PlanFile
+from hp_tune.plans.plan_file import write
 from hp_tune.workload import Workload
 
 

@@ -10,7 +10,8 @@ import pytest
 from hp_tune.clusters.cluster_files import cluster_presets, read_cluster
 from hp_tune.explanation.recorded import result_of_study
 from hp_tune.models.hf_config import read_model
-from hp_tune.plans.plan_file import MeasuredTime, PricedConfig, load, seal, write
+from hp_tune.plans.plan import MeasuredTime, PricedConfig, seal
+from hp_tune.plans.plan_file import load, write
 from hp_tune.searching.engine import search
 from hp_tune.workload import Workload
 

@@ -20,7 +20,7 @@ from hp_tune.measured.result import Measured
 from hp_tune.measured.statistics import FEWEST_ROUNDS, enough, interval, ratio_interval
 from hp_tune.measured.ties import is_tie
 from hp_tune.models.model import Attention, Model
-from hp_tune.plans.plan_file import Entry
+from hp_tune.plans.plan import Entry
 from hp_tune.torchrun import FailedRank, Job, Launcher
 from hp_tune.workload import Config, Workload
 

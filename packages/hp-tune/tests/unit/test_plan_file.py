@@ -17,7 +17,8 @@ from hp_mesh.layout import LAYOUTS
 from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.errors import PlanMismatchError, PlanSchemaError
 from hp_tune.models.hf_config import read_model
-from hp_tune.plans.plan_file import PlanFile, load, seal, write
+from hp_tune.plans.plan import PlanFile, seal
+from hp_tune.plans.plan_file import load, write
 from hp_tune.searching.engine import search
 from hp_tune.workload import Workload
 

@@ -10,7 +10,8 @@ import pytest
 from pydantic import BaseModel
 
 from hp_tune.errors import PlanSchemaError
-from hp_tune.plans.plan_file import SCHEMA, PlanFile, load
+from hp_tune.plans.plan import SCHEMA, PlanFile
+from hp_tune.plans.plan_file import load
 
 from ._program import empty_folder, run
 

@@ -10,7 +10,7 @@ from hp_cp.plan import Plan
 from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.errors import PlanMismatchError
 from hp_tune.models.model import Attention, Model
-from hp_tune.plans.plan_file import Entry
+from hp_tune.plans.plan import Entry
 from hp_tune.searching.engine import NothingValidError, Result, search
 from hp_tune.searching.restriction import read_restriction
 from hp_tune.searching.rules import Rejection, check

@@ -14,7 +14,7 @@ from hp_tune.cost.predict import Prediction, predict
 from hp_tune.errors import PlanMismatchError
 from hp_tune.models.hf_config import read_model
 from hp_tune.models.model import Model
-from hp_tune.plans.plan_file import Entry
+from hp_tune.plans.plan import Entry
 from hp_tune.searching.engine import search
 from hp_tune.searching.rules import Rejection, check
 from hp_tune.workload import Config, Workload

@@ -8,6 +8,7 @@ import click
 
 from hp_tune.commands.options import count_option, is_study, json_option
 from hp_tune.errors import UsageError
+from hp_tune.output import write_text
 
 __all__ = ["export"]
 
@@ -31,13 +32,8 @@ def export(plan: Path, kind: str, seq: int | None, out: Path | None, as_json: bo
     text = _of_study(plan, kind) if is_study(plan) else _of_plan(plan, kind, seq, as_json)
     if out is None:
         click.echo(text, nl=False)
-        return
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"--out {out} cannot be written: {error.strerror}", "name another place with --out"
-        ) from None
+    else:
+        write_text(out, text)
 
 
 def _of_plan(path: Path, kind: str, seq: int | None, as_json: bool) -> str:

@@ -10,7 +10,7 @@ import click
 from hp_tune.commands.again import result_asked_for, search_options
 from hp_tune.commands.options import json_option, read_lengths
 from hp_tune.commands.progress import Bar
-from hp_tune.errors import UsageError
+from hp_tune.output import write_text
 
 __all__ = ["report"]
 
@@ -44,12 +44,7 @@ def report(plan: Path | None, **options: Any) -> None:
     with Bar("looking for flips") as bar:
         explanation = explain(result, bar.step)
     out: Path = options["out"]
-    try:
-        out.write_text(report_html(explanation, found), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"--out {out} cannot be written: {error.strerror}", "name another place with --out"
-        ) from None
+    write_text(out, report_html(explanation, found))
     if options["as_json"]:
         print_json({"report": str(out), "winner": explanation.label, "lengths": list(lengths)})
     else:

@@ -109,8 +109,8 @@ def _no_nan(context: click.Context, option: click.Parameter, value: float) -> fl
 def search(**options: Any) -> None:
     """Rank every configuration for a model on a cluster, and write the best as a plan."""
     from hp_tune.clusters.cluster_files import read_cluster
-    from hp_tune.files import require_place
     from hp_tune.models.hf_config import read_model
+    from hp_tune.output import require_place
     from hp_tune.plans.plan_file import write
     from hp_tune.printing import render_search
     from hp_tune.searching.buckets import search_lengths

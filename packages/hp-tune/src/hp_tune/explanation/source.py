@@ -18,7 +18,7 @@ from hp_tune.errors import PlanMismatchError, UsageError
 from hp_tune.measured.result import Measured
 from hp_tune.models.hf_config import read_model
 from hp_tune.models.model import Model
-from hp_tune.plans.plan_file import Entry, PlanFile
+from hp_tune.plans.plan import Entry, PlanFile
 from hp_tune.searching.engine import COST_MODEL, Result, search
 from hp_tune.searching.ranking import Ranked
 from hp_tune.searching.requirement import read_requirement

@@ -14,7 +14,7 @@ from typing import Any
 from hp_tune.cost.predict import Prediction, Timeline
 from hp_tune.cost.schedule import Slot
 from hp_tune.cost.term import Term
-from hp_tune.errors import UsageError
+from hp_tune.output import write_text
 
 __all__ = ["trace_object", "write_trace"]
 
@@ -61,12 +61,7 @@ def trace_object(prediction: Prediction, title: str) -> dict[str, Any]:
 def write_trace(prediction: Prediction, title: str, path: Path) -> None:
     """Write the trace to ``path``; open it in https://ui.perfetto.dev."""
     text = json.dumps(trace_object(prediction, title), indent=1) + "\n"
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"--trace {path} cannot be written: {error.strerror}", "name another place"
-        ) from None
+    write_text(path, text, "--trace")
 
 
 def _by_layer(prediction: Prediction) -> Iterator[list[Timeline]]:

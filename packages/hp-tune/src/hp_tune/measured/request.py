@@ -200,7 +200,7 @@ def style_call(config: Config, workload: Workload) -> StyleCall:
 
 
 def _styles(config: Config, layout: str, package: str) -> dict[str, NamedStyle]:
-    from hp_tune.plans.plan_file import Entry
+    from hp_tune.plans.plan import Entry
 
     # of an entry only what its styles follow from: it has no numbers yet, and some window
     entry = Entry.model_construct(

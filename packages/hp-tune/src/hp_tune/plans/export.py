@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from hp_tune.errors import UsageError
 from hp_tune.files import dump_yaml
-from hp_tune.plans.plan_file import VARIABLE, Entry, PlanFile, PricedConfig
+from hp_tune.plans.plan import Entry, PlanFile, PricedConfig
+from hp_tune.plans.plan_file import VARIABLE
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hp_tune.cost.memory import GIB
-from hp_tune.plans.plan_file import (
+from hp_tune.plans.plan import (
     Entry,
     FailedConfig,
     MeasuredTime,

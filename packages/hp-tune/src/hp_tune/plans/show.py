@@ -14,7 +14,7 @@ from hp_tune.printing.tables import milliseconds
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
-    from hp_tune.plans.plan_file import PlanFile
+    from hp_tune.plans.plan import PlanFile
 
 __all__ = [
     "Row",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hp_mesh.layout import LAYOUTS
 
 if TYPE_CHECKING:
-    from hp_tune.plans.plan_file import Entry
+    from hp_tune.plans.plan import Entry
 
 __all__ = ["StyleSpec", "style_specs"]
 

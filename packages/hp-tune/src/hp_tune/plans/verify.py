@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from hp_tune.errors import RankMismatchError, TuneError
-from hp_tune.plans.plan_file import VARIABLE, PlanFile, load
+from hp_tune.plans.plan import PlanFile
+from hp_tune.plans.plan_file import VARIABLE, load
 
 __all__ = ["verify_ranks"]
 

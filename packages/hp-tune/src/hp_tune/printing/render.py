@@ -11,7 +11,7 @@ from hp_tune.clusters.cluster import Cluster, Curve, Number
 from hp_tune.clusters.cluster_files import cluster_presets
 from hp_tune.cost.memory import GIB
 from hp_tune.models.model import Model
-from hp_tune.plans.plan_file import PlanFile
+from hp_tune.plans.plan import PlanFile
 from hp_tune.plans.show import reason_of
 from hp_tune.printing.tables import Table, milliseconds, new_console, new_table, print_json
 from hp_tune.searching.engine import Result

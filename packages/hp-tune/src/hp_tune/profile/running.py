@@ -11,7 +11,7 @@ from typing import Any
 from hp_tune.clusters.cluster import Cluster
 from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.errors import AllFailedError, UsageError
-from hp_tune.files import require_place
+from hp_tune.output import require_place
 from hp_tune.profile.overlay import describe
 from hp_tune.profile.writing import as_said_in, write_cluster
 from hp_tune.steps import Step

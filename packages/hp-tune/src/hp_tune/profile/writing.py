@@ -12,6 +12,7 @@ from hp_tune.clusters.cluster import Cluster
 from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.errors import UsageError
 from hp_tune.files import yaml_scalar
+from hp_tune.output import draft_of, unwritable_is_said, write_text
 
 __all__ = ["as_said_in", "write_cluster"]
 
@@ -28,26 +29,29 @@ def write_cluster(content: Mapping[str, Any], path: Path, *, heading: str) -> Cl
         What the file says.
     """
     lines = [*(f"# {line}" for line in heading.splitlines()), *_mapping(content, "")]
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.yaml")
+    text = "\n".join(lines) + "\n"
+    draft = draft_of(path)
+    draft = draft.with_name(f"{draft.name}.yaml")
     try:
-        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        try:
-            found = read_cluster(temporary)
-        except UsageError as error:
-            reason = error.message.replace(str(temporary), str(path))
-            raise UsageError(
-                f"what was measured is not plausible: {reason}",
-                "measure again on a quiet machine, or without a base",
-            ) from None
-        temporary.replace(path)
-    except OSError as error:
-        raise UsageError(
-            f"--out {path} cannot be written: {error.strerror}", "name another place with --out"
-        ) from None
+        with unwritable_is_said(path):
+            draft.write_text(text, encoding="utf-8")
+        found = _read_draft(draft, path)
     finally:
         with suppress(OSError):  # where nothing can be written nothing can be removed
-            temporary.unlink(missing_ok=True)
+            draft.unlink(missing_ok=True)
+    write_text(path, text)
     return found
+
+
+def _read_draft(draft: Path, path: Path) -> Cluster:
+    try:
+        return read_cluster(draft)
+    except UsageError as error:
+        reason = error.message.replace(str(draft), str(path))
+        raise UsageError(
+            f"what was measured is not plausible: {reason}",
+            "measure again on a quiet machine, or without a base",
+        ) from None
 
 
 def as_said_in(out: Path, base: str) -> str:

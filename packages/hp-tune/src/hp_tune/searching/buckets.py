@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hp_tune.clusters.cluster import Cluster
     from hp_tune.measured.result import Measurer
     from hp_tune.models.model import Model
-    from hp_tune.plans.plan_file import PlanFile
+    from hp_tune.plans.plan import PlanFile
     from hp_tune.searching.budget import Budget
     from hp_tune.searching.result import Result
     from hp_tune.workload import Workload

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from hp_tune.clusters.cluster import Cluster
     from hp_tune.models.model import Model
-    from hp_tune.plans.plan_file import PlanFile
+    from hp_tune.plans.plan import PlanFile
     from hp_tune.searching.engine import Settings
     from hp_tune.searching.rules import Rejection
     from hp_tune.searching.space import Duplicate
