@@ -23,6 +23,7 @@ from hp_tune.kernels.devices import Asked
 from hp_tune.kernels.shapes import Shape
 from hp_tune.kernels.verdict import Facts, Mode, Verdict
 from hp_tune.kernels.worker import Worker
+from hp_tune.torchrun.processes import is_running
 
 SMALL = "S1024-H8:2:2-D64-P2"
 TWO = f"{SMALL},S16384-H8:2:2-D64-P2"
@@ -297,15 +298,6 @@ def _judge_of(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"_dying_judges.{name}"
 
 
-def _runs(pid: int) -> bool:
-    """Say whether a process does anything any more; nobody may have waited for it."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
-
-
 def test_a_judge_that_dies_or_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is a verdict with a reason; the next launch finds a new process, and no orphan."""
     worker = Worker(300.0, _judge_of("DyingJudge", monkeypatch))
@@ -327,10 +319,10 @@ def test_a_judge_that_dies_or_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch)
     assert (hung.rule, hung.reason) == ("time", "no answer after 0.5 s")
     child = int(Path("child.pid").read_text())
     for _ in range(6000):  # the system ends it when it comes to it
-        if not _runs(child):
+        if not is_running(child):
             break
         time.sleep(0.01)
-    assert not _runs(child)
+    assert not is_running(child)
     assert len({one.ms for one in (first, second, third, fourth)}) == 4
 
 

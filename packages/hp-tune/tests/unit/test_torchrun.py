@@ -13,8 +13,8 @@ import pytest
 
 from hp_tune.errors import MissingToolsError, UsageError
 from hp_tune.torchrun import Launcher
+from hp_tune.torchrun.hosts import on_host
 from hp_tune.torchrun.job import TAIL_BYTES, read_job, tail
-from hp_tune.torchrun.launcher import on_host
 
 
 def leave(folder: Path, name: str, **content: Any) -> None:
@@ -137,3 +137,12 @@ def test_a_host_that_cannot_be_asked_for_its_address_is_wrong_use(tmp_path: Path
     launcher = Launcher(hosts=("no-such-command-here", ""))
     with pytest.raises(UsageError, match=r"cannot be asked for its address.*; a host is a command"):
         launcher.run("toy", {}, folder=tmp_path / "job", timeout=5)
+
+
+def test_a_host_with_an_open_quote_is_wrong_use(tmp_path: Path) -> None:
+    """Whether the node is asked for its devices first or not."""
+    problem = r"host .* must be words as a shell reads them: No closing quotation; a host is"
+    with pytest.raises(UsageError, match=problem):
+        Launcher("cuda-nccl", hosts=("ssh 'node1",)).check()
+    with pytest.raises(UsageError, match=problem):
+        Launcher(hosts=("ssh 'node1",)).run("toy", {}, folder=tmp_path / "job", timeout=5)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shlex
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hp_tune.errors import MissingToolsError, UsageError
+from hp_tune.errors import UsageError
 from hp_tune.steps import Step
-from hp_tune.torchrun.job import Job, local_ranks, read_job, tail
+from hp_tune.torchrun.hosts import address_of, check_devices, free_port, on_host
+from hp_tune.torchrun.job import Job, read_job, tail
+from hp_tune.torchrun.processes import POLL_S, await_ranks, end, start
 from hp_tune.torchrun.worker import write_json
 
 __all__ = ["BACKENDS", "Backend", "Launcher"]
@@ -27,18 +25,7 @@ __all__ = ["BACKENDS", "Backend", "Launcher"]
 Backend = Literal["cpu-gloo", "cuda-nccl", "npu-hccl"]
 BACKENDS: tuple[Backend, ...] = ("cpu-gloo", "cuda-nccl", "npu-hccl")
 
-GRACE_S = 3.0
-"""How long torchrun may take to end its ranks before it is killed, and they with it."""
-
-GONE_S = 60.0
-"""How long a rank that was killed may take to be gone, on a busy machine; most are at once."""
-
-POLL_S = 0.05
 PORT_TRIES = 3
-PROBES = {
-    "cuda-nccl": "import torch; print(torch.cuda.device_count())",
-    "npu-hccl": "import torch, torch_npu; print(torch.npu.device_count())",
-}
 
 
 @dataclass(frozen=True)
@@ -75,11 +62,8 @@ class Launcher:
         Raises:
             MissingToolsError: One has not; the message names what is missing and where.
         """
-        code = PROBES.get(self.backend)
-        if code is None:
-            return
         for host in self.hosts or ("",):
-            self._check_node(host, code)
+            check_devices(host, self.backend, self.nproc_per_node)
 
     def run(
         self,
@@ -131,7 +115,7 @@ class Launcher:
         timed_out, told = False, list[Any]()
         try:
             for command, index in self._commands(module, folder, time.time() + timeout):
-                nodes.append(_start(command, folder, index))
+                nodes.append(start(command, folder, index))
             # one node that failed is enough: the others wait for it in a collective
             while any(node.poll() is None for node in nodes) and not any(
                 node.returncode for node in nodes
@@ -143,8 +127,8 @@ class Launcher:
                     told = _show(folder, step, told)
                 time.sleep(POLL_S)
         finally:
-            _end(nodes)
-            _await_ranks(folder)
+            end(nodes)
+            await_ranks(folder)
         code = next((node.returncode for node in nodes if node.returncode), 0)
         return read_job(folder, code, timed_out=timed_out)
 
@@ -153,8 +137,8 @@ class Launcher:
         if len(hosts) == 1:
             meeting = ["--standalone", "--local-addr", "127.0.0.1"]
         else:
-            address = self.master_addr or _address(hosts[0])
-            meeting = ["--master-addr", address, "--master-port", str(_free_port())]
+            address = self.master_addr or address_of(hosts[0])
+            meeting = ["--master-addr", address, "--master-port", str(free_port())]
         python = [sys.executable, "-m", "hp_tune.torchrun.node", str(folder)]
         environment = {**self._environment(), "HP_TUNE_UNTIL": f"{until:.3f}"}
         return [
@@ -183,43 +167,6 @@ class Launcher:
             **self.env,
         }
 
-    def _check_node(self, host: str, code: str) -> None:
-        where = f"on {host!r}" if host else "on this machine"
-        try:
-            found = subprocess.run(
-                on_host(host, [sys.executable, "-c", code]),
-                capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, check=False,
-            )  # fmt: skip
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise MissingToolsError(
-                f"{self.backend}: no Python {where}: {error}",
-                f"every host must have this one, {sys.executable}",
-            ) from None
-        words = found.stdout.split()
-        count = int(words[-1]) if found.returncode == 0 and words and words[-1].isdigit() else None
-        if count is None:
-            reason = found.stderr.strip().splitlines()[-1:] or ["Python ended without a word"]
-            raise MissingToolsError(
-                f"{self.backend} is not usable {where}: {reason[0]}",
-                "use --backend cpu-gloo, or run where the devices are",
-            )
-        if count < self.nproc_per_node:
-            raise MissingToolsError(
-                f"{self.backend}: nproc_per_node ({self.nproc_per_node}) must be at most the "
-                f"devices {where} ({count})",
-                "use --backend cpu-gloo, or run where the devices are"
-                if count == 0
-                else f"use --nproc-per-node {count}, or more hosts",
-            )
-
-
-def on_host(prefix: str, command: Sequence[str]) -> list[str]:
-    """Return ``command`` behind ``prefix``; ssh hands its words to a shell, which is foreseen."""
-    words = shlex.split(prefix)
-    if words and Path(words[0]).name == "ssh":
-        return [*words, shlex.join(command)]
-    return [*words, *command]
-
 
 def _show(folder: Path, step: Step, told: list[Any]) -> list[Any]:
     """Pass on what rank 0 reports, once; return it."""
@@ -230,93 +177,6 @@ def _show(folder: Path, step: Step, told: list[Any]) -> list[Any]:
     if found != told:
         step(*found)
     return found
-
-
-def _start(command: list[str], folder: Path, index: int) -> subprocess.Popen[bytes]:
-    with (
-        (folder / f"node{index}.out").open("wb") as out,
-        (folder / f"node{index}.err").open("wb") as err,
-    ):
-        try:
-            return subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=out, stderr=err, start_new_session=True
-            )
-        except OSError as error:
-            raise UsageError(
-                f"host {index}: {command[0]} cannot be run: {error.strerror}",
-                "a host is a command that others can stand behind, such as 'ssh node1'",
-            ) from None
-
-
-def _end(nodes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End every node: SIGTERM, then its stdin closes, then SIGKILL."""
-    try:
-        _signal(nodes, signal.SIGTERM)
-        deadline = time.monotonic() + GRACE_S
-        while any(node.poll() is None for node in nodes) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-    finally:
-        for node in nodes:
-            assert node.stdin is not None, "a pipe"
-            node.stdin.close()
-        _signal(nodes, signal.SIGKILL)
-        for node in nodes:
-            node.wait()
-
-
-def _signal(nodes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
-    for node in nodes:
-        if node.poll() is None:
-            # another user's (sudo): it ends when its stdin does
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(node.pid, number)
-
-
-def _await_ranks(folder: Path) -> None:
-    """Wait until the ranks on this machine are gone, they and the memory that they held."""
-    deadline = time.monotonic() + GONE_S
-    for pid in local_ranks(folder):
-        while _runs(pid) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-
-
-def _runs(pid: int) -> bool:
-    """Return whether a process has not ended; one that has may wait for who asks for its code."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
-
-
-def _address(host: str) -> str:
-    """Return the address of a node as it sees itself; that of this machine is for itself alone."""
-    if not host:
-        return "127.0.0.1"
-    try:
-        found = subprocess.run(
-            on_host(host, ["hostname", "-I"]),
-            capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UsageError(
-            f"host {host!r} cannot be asked for its address: {error}",
-            "a host is a command that others can stand behind, such as 'ssh node1'",
-        ) from None
-    words = found.stdout.split()
-    if found.returncode or not words:
-        raise UsageError(
-            f"host {host!r} does not say its address (hostname -I): {found.stderr.strip()}",
-            "name the address of the first host with --master-addr",
-        )
-    return words[0]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _port_was_taken(job: Job) -> bool:
