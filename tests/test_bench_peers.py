@@ -38,6 +38,7 @@ def row(case: str = "S8192-H8:8", impl: str = OURS, **changes: Any) -> dict[str,
         "causal": True,
         "impl": impl,
         "ours": ours,
+        "limit": impl.startswith("limit"),
         "mode": "ulysses" if ours else None,
         "status": "ok",
         "reason": "",
@@ -138,7 +139,7 @@ def test_a_run_that_meets_every_target_passes_every_verdict(peers: dict[str, Mod
         row(impl="verl ulysses", wall=113.0),
     ]
 
-    assert answers(peers, *rows) == [True] * 7
+    assert answers(peers, *rows) == [True, True, None, *[True] * 5]
     assert peers["verdict"].failures_of_ours(rows) == []
 
 
@@ -147,11 +148,11 @@ def test_a_run_that_meets_every_target_passes_every_verdict(peers: dict[str, Mod
     [
         (0, [row(wall=104.0)]),
         (1, [row(wall=106.0)]),
-        (2, [row(wall=102.0), row(impl="verl ulysses", wall=101.0)]),
         (3, [row(wall=102.0), row(impl="verl ulysses", wall=101.0)]),
-        (4, [row(bytes_ratio_backward=1.33)]),
-        (5, [row(collectives_backward=4)]),
-        (6, [row(mode="colossal balanced", cpu_max_over_mean=1.2)]),
+        (4, [row(wall=102.0), row(impl="verl ulysses", wall=101.0)]),
+        (5, [row(bytes_ratio_backward=1.33)]),
+        (6, [row(collectives_backward=4)]),
+        (7, [row(mode="colossal balanced", cpu_max_over_mean=1.2)]),
     ],
     ids=["floor", "oracle", "peers", "fastest", "bytes", "collectives", "balance"],
 )
@@ -168,14 +169,23 @@ def test_a_faster_mode_of_ours_may_answer_a_peer(peers: dict[str, ModuleType]) -
         row(impl="torch ring template", wall=101.0),
     ]
 
-    assert answers(peers, *rows)[2:4] == [False, True]
+    assert answers(peers, *rows)[3:5] == [False, True]
 
 
 def test_targets_without_rows_are_open_and_peers_of_other_cases_do_not_count(
     peers: dict[str, ModuleType],
 ) -> None:
-    assert answers(peers) == [None] * 7
-    assert answers(peers, row(), row(case="S2048", impl="verl ulysses", wall=50.0))[2] is None
+    assert answers(peers) == [None] * 8
+    assert answers(peers, row(), row(case="S2048", impl="verl ulysses", wall=50.0))[3] is None
+
+
+def test_what_none_can_beat_is_no_peer_and_the_distance_to_it_is_told(
+    peers: dict[str, ModuleType],
+) -> None:
+    found = peers["verdict"].verdicts([row(wall=102.0), row(impl="limit: by hand", wall=100.0)])
+
+    assert [found[2].passed, found[3].passed] == [None, None]
+    assert found[2].figure.startswith("1.020 [")
 
 
 def test_only_our_failures_are_failures(peers: dict[str, ModuleType]) -> None:

@@ -26,12 +26,14 @@ class Contender:
             missing or broken fails here.
         mode: Which of our formulas its bytes must meet; None for a peer.
         preflight: ``HP_PREFLIGHT`` while it runs.
+        limit: Whether it is neither ours nor a peer but what neither can beat.
     """
 
     name: str
     build: Callable[[Case, ProcessGroup], Attention]
     mode: str | None = None
     preflight: str = "first"
+    limit: bool = False
 
     @property
     def ours(self) -> bool:

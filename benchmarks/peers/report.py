@@ -72,9 +72,12 @@ def _caption(rows: Sequence[Row]) -> str:
     if timed is None:
         return "checked and counted, not timed"
     oracle, wire = timed["oracle_ms"]["p50"], timed["wire_ms"]["p50"]
+    bare = timed["bare_to_floor"]
     return (
         f"oracle {oracle:.1f} ms: heads already split, nothing sent. floor: the oracle plus "
         f"{wire:.2f} ms, two bare all-to-alls each way of the bytes of Ulysses, in the same round."
+        f"\nthose exchanges around the oracle, and nothing else: {bare['median']:.3f} "
+        f"[{bare['low']:.3f}, {bare['high']:.3f}] times the floor."
     )
 
 

@@ -17,7 +17,7 @@ from peers.formulas import bytes_each_way
 from peers.oracle import write_oracle
 from peers.report import progress
 from peers.stats import imbalance, interval, quantiles, ratios
-from peers.timing import ORACLE, WIRE, time_rounds
+from peers.timing import BARE, ORACLE, WIRE, time_rounds
 
 __all__ = ["Bench", "merge"]
 
@@ -81,6 +81,7 @@ class Bench:
             "causal": case.causal,
             "impl": contender.name,
             "ours": contender.ours,
+            "limit": contender.limit,
             "mode": contender.mode,
         }
         try:
@@ -158,6 +159,7 @@ def summarize(measured: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[
             "forward_ms": quantiles([1e3 * x for x in walls(name, 1)]),
             "oracle_ms": quantiles([1e3 * x for x in oracle]),
             "wire_ms": quantiles([1e3 * x for x in walls(WIRE)]),
+            "bare_to_floor": interval(ratios(walls(BARE), floor)).as_dict(),
             "to_oracle": interval(ratios(wall, oracle)).as_dict(),
             "to_floor": interval(ratios(wall, floor)).as_dict(),
             "cpu_ms": quantiles([1e3 * x / len(measured) for x in work(name)]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import time
@@ -19,10 +20,11 @@ from peers.formulas import exchange_elements
 from peers.kernel import attention
 from peers.oracle import Shard, shard
 
-__all__ = ["ORACLE", "TOO_SLOW", "WIRE", "time_rounds"]
+__all__ = ["BARE", "ORACLE", "TOO_SLOW", "WIRE", "time_rounds"]
 
 ORACLE = "oracle"
 WIRE = "wire"
+BARE = "bare"
 TOO_SLOW = 4.0
 """Times the floor: a peer that takes longer in its second step is not worth an hour of rounds."""
 
@@ -41,6 +43,7 @@ def time_rounds(
     steps: dict[str, tuple[Step, str]] = {
         ORACLE: (_step(_oracle(case), _oracle_shard(case, rank)), "first"),
         WIRE: (_wire(case), "first"),
+        BARE: (_bare(case, rank), "first"),
     }
     for name in names:
         steps[name] = (_step(build(name, case), rows), find(name).preflight)
@@ -48,7 +51,7 @@ def time_rounds(
         os.environ["HP_PREFLIGHT"] = preflight
         step()
     times: dict[str, list[list[float]]] = {name: [] for name in steps}
-    slow = _too_slow({name: step for name, (step, _) in steps.items() if not _is_ours(name)})
+    slow = _too_slow({name: step for name, (step, _) in steps.items() if _is_peer(name)})
     for name, seconds in slow.items():
         times[name].append([seconds, 0.0, 0.0, 0.0])
         del steps[name]
@@ -66,8 +69,8 @@ def time_rounds(
     return times
 
 
-def _is_ours(name: str) -> bool:
-    return name not in (ORACLE, WIRE) and find(name).ours
+def _is_peer(name: str) -> bool:
+    return name in (ORACLE, WIRE) or not (name == BARE or find(name).ours)
 
 
 def _too_slow(steps: dict[str, Step]) -> dict[str, float]:
@@ -116,15 +119,45 @@ def _oracle_shard(case: Case, rank: int) -> Shard:
 
 def _wire(case: Case) -> Step:
     """Return the least that Ulysses must send, two all-to-alls each way, and nothing else."""
-    buffers = [(torch.ones(elements), torch.ones(elements)) for elements in exchange_elements(case)]
+    exchanges = _exchanges(case)
 
     def run() -> float:
         start = time.perf_counter()
-        for received, sent in buffers:
-            dist.all_to_all_single(received, sent)
+        for exchange in exchanges:
+            exchange()
         forward = time.perf_counter() - start
-        for received, sent in reversed(buffers):
-            dist.all_to_all_single(received, sent)
+        for exchange in reversed(exchanges):
+            exchange()
         return forward
 
     return run
+
+
+def _bare(case: Case, rank: int) -> Step:
+    """Return the floor's two parts as one step: each rank waits for the others where Ulysses does.
+
+    Nothing is copied and nothing fits together; what it takes above the floor is waiting.
+    """
+    attend, rows, (inputs, output) = _oracle(case), _oracle_shard(case, rank), _exchanges(case)
+
+    def run() -> float:
+        rows.clear()
+        start = time.perf_counter()
+        inputs()
+        out = attend(*rows.inputs)
+        output()
+        forward = time.perf_counter() - start
+        output()
+        torch.autograd.backward(out, rows.upstream)
+        inputs()
+        return forward
+
+    return run
+
+
+def _exchanges(case: Case) -> list[Callable[[], object]]:
+    """Return what exchanges the bytes of (q, k, v) and of the output, on buffers of its own."""
+    return [
+        functools.partial(dist.all_to_all_single, torch.ones(elements), torch.ones(elements))
+        for elements in exchange_elements(case)
+    ]

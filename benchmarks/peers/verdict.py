@@ -49,6 +49,7 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
             _timed(rows, lambda row: row["impl"] == OURS and row["seq"] == 8192),
             "to_oracle",
         ),
+        _to_limit(rows),
         _below_peers(
             "ours (Ulysses) below every peer in every row",
             rows,
@@ -99,10 +100,25 @@ def _fastest(rows: Sequence[Row]) -> list[Row]:
     return list(best.values())
 
 
+def _to_limit(rows: Sequence[Row]) -> Verdict:
+    """Say how far ours is from what no library can beat, which says what the floor is worth."""
+    pairs = [
+        (interval(ratios(ours["walls_ms"], limit["walls_ms"])), ours["case"])
+        for ours in _timed(rows, lambda row: row["impl"] == OURS)
+        for limit in _timed(rows, lambda row: row["limit"])
+        if limit["case"] == ours["case"]
+    ]
+    target = "ours / Ulysses written out by hand (no target)"
+    if not pairs:
+        return Verdict(target, None, "not timed beside it")
+    worst, case = max(pairs, key=lambda pair: pair[0].median)
+    return Verdict(target, None, f"{worst} in {case}, the largest of {len(pairs)} rows")
+
+
 def _below_peers(target: str, rows: Sequence[Row], chosen: Sequence[Row]) -> Verdict:
     pairs = []
     for ours in chosen:
-        for peer in _timed(rows, lambda row: not row["ours"]):
+        for peer in _timed(rows, lambda row: not (row["ours"] or row["limit"])):
             if peer["case"] == ours["case"]:
                 ratio = interval(ratios(ours["walls_ms"], peer["walls_ms"]))
                 pairs.append((ratio, f"{peer['impl']} in {peer['case']}"))

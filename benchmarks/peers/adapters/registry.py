@@ -1,10 +1,10 @@
-"""All contenders, ours first."""
+"""All contenders: ours, what none can beat, then the peers."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
-from peers import ours
+from peers import limits, ours
 from peers.adapters import (
     colossalai_ulysses,
     deepspeed_ulysses,
@@ -21,6 +21,7 @@ __all__ = ["CONTENDERS", "build", "find"]
 
 CONTENDERS: tuple[Contender, ...] = (
     *ours.CONTENDERS,
+    *limits.CONTENDERS,
     *deepspeed_ulysses.CONTENDERS,
     *verl_ulysses.CONTENDERS,
     *yunchang_ulysses.CONTENDERS,
