@@ -128,7 +128,7 @@ def _plan(path: Path) -> Said:
 
 
 def _study(path: Path) -> Said:
-    from hp_tune.study.trials import read_study
+    from hp_tune.study.studies import read_study
 
     name, _, trials = read_study(path)
     states = [trial.state.name.lower() for trial in trials]

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import hp_tune
-from hp_tune.study.trials import read_study
+from hp_tune.study.studies import read_study
 
 MODEL = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8,

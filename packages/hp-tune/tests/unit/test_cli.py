@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from hp_tune.study.journal import locked
-from hp_tune.study.trials import read_study
+from hp_tune.study.studies import read_study
 
 from ._program import empty_folder, run
 

@@ -14,7 +14,7 @@ from hp_tune.searching.engine import search
 from hp_tune.searching.joint import MOST_SAMPLED, search_joint
 from hp_tune.searching.restriction import read_restriction
 from hp_tune.searching.result import Result
-from hp_tune.study.trials import read_study
+from hp_tune.study.studies import read_study
 from hp_tune.workload import Workload
 
 

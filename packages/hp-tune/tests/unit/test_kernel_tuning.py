@@ -17,7 +17,7 @@ from hp_tune.kernels.space import Space, label, refusal, space_of, start
 from hp_tune.kernels.trials import opened
 from hp_tune.kernels.tuning import Settings, Tuned, tune
 from hp_tune.kernels.verdict import Facts, Mode, Verdict
-from hp_tune.study.trials import read_study
+from hp_tune.study.studies import read_study
 
 SHAPE = Shape(8192, (32, 8, 8), 128, 8)
 GPU = Facts("cuda-sm90", "cuda", "a stand-in for a GPU", versions={"triton": "0"})

@@ -151,7 +151,7 @@ def test_several_lengths_are_one_plan_with_buckets(capsys: pytest.CaptureFixture
 
 def test_the_same_seed_gives_the_same_study_and_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """Byte for byte the plan; the same sequence of trials in the study."""
-    from hp_tune.study.trials import read_study
+    from hp_tune.study.studies import read_study
 
     for name in ("a", "b"):
         run(capsys, *SEARCH, "--objective", "pareto", "--variants", "--seed", "7",

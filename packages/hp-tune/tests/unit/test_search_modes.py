@@ -27,7 +27,7 @@ from hp_tune.searching.result import (
     Result,
 )
 from hp_tune.study.records import measured_from, measured_to
-from hp_tune.study.trials import read_study
+from hp_tune.study.studies import read_study
 from hp_tune.workload import Config, Workload
 
 from ._fake_measurer import FakeMeasurer

@@ -21,7 +21,7 @@ import pytest
 from optuna.trial import TrialState
 
 from hp_tune.study.owner import is_gone, this_process
-from hp_tune.study.trials import read_study
+from hp_tune.study.studies import read_study
 
 PROGRAM = Path(__file__).with_name("_fake_search.py")
 QWEN = ["--model", "Qwen2.5-7B", "--cluster", "atlas-800t-a2", "--cp", "8", "--seq", "64K"]

@@ -18,7 +18,7 @@ from hp_tune.errors import StudyError
 from hp_tune.models.hf_config import read_model
 from hp_tune.searching.engine import Result, search
 from hp_tune.study.journal import locked, repair_tail
-from hp_tune.study.trials import read_study
+from hp_tune.study.studies import read_study
 from hp_tune.workload import Workload
 
 

@@ -48,7 +48,7 @@ def _of_plan(path: Path, kind: str, seq: int | None, as_json: bool) -> str:
 
 def _of_study(path: Path, kind: str) -> str:
     from hp_tune.plans.export import study_csv
-    from hp_tune.study.trials import read_study
+    from hp_tune.study.studies import read_study
 
     if kind != "csv":
         raise UsageError(f"--format {kind} must have a plan, and {path} is a study", "use csv")

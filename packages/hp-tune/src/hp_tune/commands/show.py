@@ -40,7 +40,7 @@ def show(path: Path, why_miss: str | None, pareto: bool, trial: int | None, as_j
 def _show_all(path: Path, as_json: bool) -> None:
     from hp_tune.plans.plan_file import load
     from hp_tune.printing import render
-    from hp_tune.study.trials import read_study
+    from hp_tune.study.studies import read_study
 
     if is_study(path):
         render.study(*read_study(path), as_json=as_json)
@@ -53,7 +53,7 @@ def _show_trial(path: Path, number: int, as_json: bool) -> None:
 
     from hp_tune.plans.show import trial_attributes
     from hp_tune.printing.tables import print_json
-    from hp_tune.study.trials import read_study
+    from hp_tune.study.studies import read_study
 
     if not is_study(path):
         raise UsageError(f"--trial must have a study, and {path} is a plan", "name its Journal")
@@ -75,7 +75,7 @@ def _answer(path: Path, label: str | None, as_json: bool) -> None:
     from hp_tune.plans.plan_file import load
     from hp_tune.plans.show import front_rows, rows_of_plan, rows_of_study, why_miss
     from hp_tune.printing.tables import milliseconds, new_console, new_table, print_json
-    from hp_tune.study.trials import read_study
+    from hp_tune.study.studies import read_study
 
     rows = rows_of_study(read_study(path)[2]) if is_study(path) else rows_of_plan(load(path))
     if label is not None:

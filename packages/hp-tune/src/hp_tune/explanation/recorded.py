@@ -21,7 +21,8 @@ from hp_tune.searching.requirement import read_requirement
 from hp_tune.searching.restriction import FIELDS, Restriction
 from hp_tune.searching.result import Result
 from hp_tune.study.records import measured_from
-from hp_tune.study.trials import FINALS, point_key, read_study
+from hp_tune.study.studies import read_study
+from hp_tune.study.trials import FINALS, point_key
 from hp_tune.workload import Config, Workload
 
 if TYPE_CHECKING:

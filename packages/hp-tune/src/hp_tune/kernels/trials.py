@@ -12,7 +12,7 @@ from hp_tune.errors import StudyError
 from hp_tune.kernels.space import Space, label
 from hp_tune.kernels.verdict import Verdict
 from hp_tune.study.journal import locked, repair_tail
-from hp_tune.study.trials import open_study
+from hp_tune.study.studies import open_study
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -234,7 +234,7 @@ def _record(
     """Add the points that the study does not have, in one write."""
     from hp_tune.study.journal import in_one_write
     from hp_tune.study.place import JournalPlace
-    from hp_tune.study.trials import study_in
+    from hp_tune.study.studies import study_in
 
     place = JournalPlace(path, tell)
     with place.exclusive() as storage:

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hp_tune.errors import StudyError
 from hp_tune.files import sha256
 from hp_tune.measured.result import Measured
 from hp_tune.study.fresh import first_records, holds
-from hp_tune.study.journal import in_one_write, open_storage
+from hp_tune.study.journal import in_one_write
 from hp_tune.study.owner import is_gone, this_process
 from hp_tune.study.place import JournalPlace, Place
 from hp_tune.study.records import Fate, measured_from, measured_to, trial_of
+from hp_tune.study.studies import study_in, trials_by_key
 from hp_tune.workload import Config
 
 if TYPE_CHECKING:
@@ -38,10 +38,7 @@ __all__ = [
     "Claim",
     "Recorded",
     "Trials",
-    "open_study",
     "point_key",
-    "read_study",
-    "study_in",
 ]
 
 FINALS = "finals"
@@ -117,7 +114,7 @@ class Trials:
         if without is not None:
             return without
         with self._open() as (study, storage):
-            known = _by_key(study, str(self.place))
+            known = trials_by_key(study, str(self.place))
             missing = [p for p in points if point_key(p[0].config) not in known]
             with in_one_write(storage):
                 study.add_trials(
@@ -160,7 +157,7 @@ class Trials:
         taken: Config | None = None
         left, busy = 0, list[dict[str, Any]]()
         with self._open() as (study, storage):
-            known = _by_key(study, str(self.place))
+            known = trials_by_key(study, str(self.place))
             for config in wanted:
                 trial = known[point_key(config)]
                 if trial.state.is_finished():
@@ -198,7 +195,7 @@ class Trials:
         from optuna.trial import TrialState
 
         with self._open() as (study, storage):
-            for trial in _by_key(study, str(self.place)).values():
+            for trial in trials_by_key(study, str(self.place)).values():
                 if trial.state == TrialState.RUNNING and _is_mine(trial):
                     times = trial.user_attrs.get("interrupted", 0) + 1
                     storage.set_trial_user_attr(trial._trial_id, "interrupted", times)
@@ -208,14 +205,14 @@ class Trials:
     def _mine(self, config: Config) -> Iterator[tuple[FrozenTrial | None, BaseStorage]]:
         """Give the trial of a claimed point, or None where another took it for abandoned."""
         with self._open() as (study, storage):
-            trial = _by_key(study, str(self.place))[point_key(config)]
+            trial = trials_by_key(study, str(self.place))[point_key(config)]
             mine = _is_mine(trial) and not trial.state.is_finished()
             yield (trial if mine else None), storage
 
     def measured(self, wanted: Sequence[Config]) -> dict[Config, Measured]:
         """Return how each of ``wanted`` ran, for those that did."""
         with self._open() as (study, _):
-            known = _by_key(study, str(self.place))
+            known = trials_by_key(study, str(self.place))
         found = {config: known.get(point_key(config)) for config in wanted}
         return {
             config: measured_from(trial.user_attrs["measured"])
@@ -245,81 +242,3 @@ class Trials:
 def _is_mine(trial: FrozenTrial) -> bool:
     owner, me = trial.user_attrs.get("owner", {}), this_process()
     return all(owner.get(key) == me[key] for key in me if key != "until")
-
-
-def read_study(path: Path) -> tuple[str, dict[str, Any], list[FrozenTrial]]:
-    """Return (name, attributes, trials) of the one study in ``path``; nothing is written."""
-    import optuna
-
-    if not path.is_file():
-        raise StudyError(f"there is no study {path}")
-    storage = open_storage(path)
-    found = storage.get_all_studies()
-    if len(found) != 1:
-        raise StudyError(f"{path} must hold one study of hp-tune, not {len(found)}")
-    study = optuna.load_study(study_name=found[0].study_name, storage=storage)
-    return study.study_name, study.user_attrs, study.get_trials(deepcopy=False)
-
-
-def open_study(path: Path, name: str, inputs: Mapping[str, Any]) -> Study:
-    """Return the study in ``path``, made if it is not there; one of other inputs is refused."""
-    return study_in(open_storage(path), str(path), name, inputs)
-
-
-def study_in(
-    storage: BaseStorage,
-    where: str,
-    name: str,
-    inputs: Mapping[str, Any],
-    objectives: int = 1,
-    *,
-    alone: bool = True,
-) -> Study:
-    """Return the study of that name, made if it is not there; one of other inputs is refused.
-
-    Args:
-        storage: Held by this worker alone.
-        where: Its name for people.
-        name: Of the study.
-        inputs: All that its numbers follow from.
-        objectives: How many values a trial has.
-        alone: Whether no other study may be in the storage.
-    """
-    import optuna
-
-    others = [found for found in storage.get_all_studies() if found.study_name != name]
-    if alone and others:
-        wanted, has = dict(inputs), dict(others[0].user_attrs.get("inputs", {}))
-        fields = [key for key in wanted if has.get(key) != wanted[key]]
-        raise StudyError(
-            f"{where} holds another search ({others[0].study_name!r}, different in "
-            f"{', '.join(fields) or 'its name'})",
-            "use another --study, or delete the file",
-        )
-    study = optuna.create_study(
-        storage=storage,
-        study_name=name,
-        directions=["minimize"] * objectives,
-        load_if_exists=True,
-    )
-    stored = study.user_attrs.get("inputs")
-    if stored is None:  # new, or killed right after it was created
-        study.set_user_attr("inputs", dict(inputs))
-    elif stored != dict(inputs):
-        fields = [key for key in inputs if stored.get(key) != inputs[key]]
-        raise StudyError(
-            f"{where} was made from other inputs: {', '.join(fields) or 'unknown'} differ",
-            "use another --study, or delete the file",
-        )
-    return study
-
-
-def _by_key(study: Study, where: str) -> dict[str, FrozenTrial]:
-    found: dict[str, FrozenTrial] = {}
-    for trial in study.get_trials(deepcopy=False):
-        if "point" not in trial.user_attrs:
-            raise StudyError(
-                f"{where} has trials that hp-tune did not write", "use another --study"
-            )
-        found[str(trial.user_attrs["point"])] = trial
-    return found
