@@ -1,20 +1,14 @@
-"""The cost of one kind of layer under `hp_cp`, term by term.
-
-Latent attention (MLA) exchanges K and V like others, after their up-projection. That the latent
-could be gathered instead is priced too, for no style does it yet: ``Config.gather="latent"``.
-"""
+"""The cost of one kind of layer under `hp_cp`, term by term: what runs, and behind what."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
-from hp_cp.description import Collective
-from hp_cp.halo import fetched_by
 from hp_tune.clusters.cluster import Cluster
 from hp_tune.cost.cores import stretch, waits_for
-from hp_tune.cost.described import described, latent_bytes
-from hp_tune.cost.halo import busiest_messages, layer_config, layer_plan
+from hp_tune.cost.described import described
+from hp_tune.cost.halo import layer_config, layer_plan
+from hp_tune.cost.moves import gathers_latent, layer_moves
 from hp_tune.cost.pairs import work_shares
 from hp_tune.cost.pricing import Move, Pricing
 from hp_tune.cost.streamed import streamed_core
@@ -58,11 +52,8 @@ class LayerCost:
         self.tokens = workload.batch * workload.seq_len // workload.cp_size
         self.hidden = model.hidden_size
         self.description = described(layer, plan, workload, self.config)
-        moves = [self._move(row) for row in self.description.collectives]
-        self.moves = self._both_ways(moves) if self.config.halo else moves
-        self.gathers_latent = self.config.gather == "latent" and layer.latent_size is not None
-        if self.gathers_latent:
-            self.moves = _with_latent(self.moves, latent_bytes(layer, workload), workload)
+        self.moves = layer_moves(self.description, layer, plan, workload, self.config)
+        self.gathers_latent = gathers_latent(layer, self.config)
         tile, fetched = self.price.attention_tile, self.config.halo > 0
         shares = work_shares(plan, layer, workload, tile, fetched=fetched)
         even = sum(shares) / len(shares) * stretch(cluster, workload.num_ranks)
@@ -312,56 +303,3 @@ class LayerCost:
         moved = self.description.resident_kv_bytes + sum(move.messages)
         copies = 2 + 3 * len(move.messages)
         return self.price.copy(f"copies for {move.name}", moved / copies, copies, key)
-
-    def _move(self, row: Collective) -> Move:
-        tp, u = self.workload.tp_size, self.plan.ulysses_degree
-        size, stride = {
-            "ulysses": (u, tp),
-            "colossal": (self.plan.colossal_degree, u * tp),
-            "cp": (self.plan.cp_size, tp),
-        }[row.axis]
-        found = Move(row.phase, row.kind, row.what, row.count, row.bytes_sent, size, stride)
-        if self.config.halo and row.kind == "p2p":
-            return replace(found, what="window of k,v", messages=self._messages())
-        return found
-
-    def _both_ways(self, moves: Sequence[Move]) -> list[Move]:
-        """Return the moves with those of a window in both phases: all ranks wait for them.
-
-        The rank that sends most may do so forward only, or send nothing of its own in backward::
-
-            c = 2    forward    rank 0 sends      rank 1 fetches
-                     backward   rank 0 fetches    rank 1 sends gradients
-        """
-        found: list[Move] = []
-        phases: tuple[Phase, ...] = ("forward", "backward")
-        for phase in phases:
-            own = [move for move in moves if move.phase == phase]
-            if not any(move.messages for move in own):
-                row = Collective(phase, "p2p", "colossal", 0, "k,v", 0)
-                at = len(own) - (self.plan.ulysses_degree > 1)  # before heads are traded back
-                own[at:at] = [move for move in [self._move(row)] if move.messages]
-            found += own
-        return found
-
-    def _messages(self) -> tuple[int, ...]:
-        """Return the bytes of each message of the rank that is done last."""
-        layer, c = self.layer, self.plan.colossal_degree
-        assert layer.window is not None, "only sliding layers fetch a window"
-        facts = (self.workload.seq_len // c, layer.window, layer.sink_tokens)
-        held = sum(stop - start for start, stop in fetched_by(c - 1, *facts))
-        row = self.description.resident_kv_bytes // held  # no rank holds more than the last
-        return tuple(row * number for number in busiest_messages(c, *facts))
-
-
-def _with_latent(moves: Sequence[Move], latent: int, workload: Workload) -> list[Move]:
-    """Replace the gathers of K and V by one of the latent, and their reduce-scatters likewise."""
-    others = [move for move in moves if move.kind not in ("all_gather", "reduce_scatter")]
-    P = workload.cp_size
-    if P == 1:
-        return others
-    found = [
-        Move("forward", "all_gather", "latent", 1, latent * (P - 1), P, workload.tp_size),
-        Move("backward", "reduce_scatter", "latent", 1, latent * (P - 1), P, workload.tp_size),
-    ]
-    return [*others, *found]
