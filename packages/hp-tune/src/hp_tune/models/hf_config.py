@@ -106,7 +106,7 @@ def _described(config: dict[str, Any], name: str) -> Model:
     if layers + extra > MOST_LAYERS:
         raise UsageError(f"{name}: layers ({layers + extra}) must be at most {MOST_LAYERS}")
     base = _attention(fields, text, heads, hidden)
-    specs = layer_list(fields, text, family, layers, base)
+    specs = layer_list(fields, family, layers, base)
     specs += [prediction_layer(fields, specs, base)] * extra
     unique: dict[Attention, Attention] = {}
     specs = [unique.setdefault(layer, layer) for layer in specs]  # equal layers are one object

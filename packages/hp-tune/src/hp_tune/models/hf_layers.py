@@ -41,11 +41,9 @@ def listed_layers(text: Mapping[str, Any]) -> int | None:
     return None
 
 
-def layer_list(
-    fields: Fields, text: Mapping[str, Any], family: str, layers: int, base: Attention
-) -> list[Attention]:
+def layer_list(fields: Fields, family: str, layers: int, base: Attention) -> list[Attention]:
     """Return the attention of each layer; ``base`` is that of a full one."""
-    window = _window(fields, text, family)
+    window = _window(fields, family)
     blocks = fields.listed("block_configs")
     if blocks is not None:
         _check_length(fields, "block_configs", blocks, layers)
@@ -55,10 +53,8 @@ def layer_list(
         _check_length(fields, "compress_ratios", ratios, layers)
         found = [fields.whole("compress_ratios", ratio) for ratio in ratios[:layers]]
         return [_compressed(base, ratio, window) for ratio in found]
-    kinds = _kinds(fields, text, family, layers, window)
-    return _shared_indexers(
-        fields, [_of_kind(fields, text, family, base, kind, window) for kind in kinds]
-    )
+    kinds = _kinds(fields, family, layers, window)
+    return _shared_indexers(fields, [_of_kind(fields, base, kind, window) for kind in kinds])
 
 
 def prediction_layer(fields: Fields, layers: Sequence[Attention], base: Attention) -> Attention:
@@ -70,19 +66,18 @@ def prediction_layer(fields: Fields, layers: Sequence[Attention], base: Attentio
     return next((layer for layer in reversed(layers) if layer.kind == "full"), base)
 
 
-def _window(fields: Fields, text: Mapping[str, Any], family: str) -> int | None:
-    off = family.startswith(WINDOW_OFF_BY_DEFAULT)
-    asked = text.get("use_sliding_window")
-    if asked is not None and not isinstance(asked, bool):
-        raise UsageError(f"{fields.name}: use_sliding_window ({asked!r}) must be true or false")
-    if not (not off if asked is None else asked):
+def _window(fields: Fields, family: str) -> int | None:
+    slides = fields.config.get("use_sliding_window")
+    if slides is None:
+        slides = not family.startswith(WINDOW_OFF_BY_DEFAULT)
+    if not isinstance(slides, bool):
+        raise UsageError(f"{fields.name}: use_sliding_window ({slides!r}) must be true or false")
+    if not slides:
         return None
     return fields.optional(("sliding_window", "sliding_window_size", "attention_chunk_size"))
 
 
-def _kinds(
-    fields: Fields, text: Mapping[str, Any], family: str, layers: int, window: int | None
-) -> list[LayerKind]:
+def _kinds(fields: Fields, family: str, layers: int, window: int | None) -> list[LayerKind]:
     for key in LISTS:
         named = fields.listed(key)
         if named is not None:
@@ -155,14 +150,7 @@ def _letter(fields: Fields, letter: object) -> LayerKind:
     return kind
 
 
-def _of_kind(
-    fields: Fields,
-    text: Mapping[str, Any],
-    family: str,
-    base: Attention,
-    kind: LayerKind,
-    window: int | None,
-) -> Attention:
+def _of_kind(fields: Fields, base: Attention, kind: LayerKind, window: int | None) -> Attention:
     if kind in ("sliding", "chunked"):
         if not window:
             return base

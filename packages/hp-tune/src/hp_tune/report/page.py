@@ -198,8 +198,12 @@ def _lengths(explanation: Explanation, lengths: Sequence[AtLength]) -> str:
     every = {name for row in times.values() for name in row}
     names = _drawn(times)
     left_out = len(every) - len(names)
-    told = f"Drawn are the {len(names)} that come nearest to the fastest at some length; "
-    told = f"{told}{left_out} slower ones are left out." if left_out else ""
+    told = ""
+    if left_out:
+        told = (
+            f"Drawn are the {len(names)} that come nearest to the fastest at some length; "
+            f"{left_out} slower ones are left out."
+        )
     series = {name: [times[length].get(name) for length in times] for name in names}
     fastest = [min(row.values(), default=1.0) for row in times.values()]
     ratios = {
