@@ -225,30 +225,49 @@ def compare(
 
 
 def compare_under_tensor_parallel(
-    rank: int, case: Case, core: Callable[[], nn.Module], tp_size: int, **options: Any
-) -> None:
+    rank: int,
+    case: Case,
+    core: Callable[[], nn.Module],
+    tp_size: int,
+    *,
+    whole: Sequence[Tensor] | None = None,
+    on_tp_rank: Callable[[int], nn.Module] | None = None,
+    order: tuple[str, str] = ("tp", "cp"),
+    **options: Any,
+) -> count_collectives:
     """Assert output and gradients where q, k and v are DTensors, their heads cut over another axis.
 
     Args:
         rank: Rank of ``tp_size * case.P``.
-        case: Degrees and sizes of CP, in a layout with heads in dim 2.
+        case: Degrees and sizes of CP.
         core: Makes the attention module.
         tp_size: Over how many ranks heads are cut before they come.
+        whole: q, k and v, if they are not those of the case.
+        on_tp_rank: Makes the module of a TP rank, where it is not that of all heads.
+        order: Axes of the mesh.
         options: More arguments of the style.
+
+    Returns:
+        What was sent, forward and backward.
     """
-    root = init_device_mesh("cpu", (tp_size, case.P), mesh_dim_names=("tp", "cp"))
+    sizes, head_dim = {"tp": tp_size, "cp": case.P}, case.head_dim
+    root = init_device_mesh("cpu", tuple(sizes[name] for name in order), mesh_dim_names=order)
     tp, cp = root.get_local_rank("tp"), root.get_local_rank("cp")
 
     def cut(x: Tensor) -> Tensor:
-        return case.local(x.chunk(tp_size, 2)[tp], cp)
+        return case.local(x.chunk(tp_size, head_dim)[tp], cp)
 
-    whole = case.qkv()
+    whole = case.qkv() if whole is None else whole
     expected, grads = reference(core(), whole, case.upstream())
     local = [_leaf(cut(x)) for x in whole]
-    module = case.style(**options).apply(core(), root["cp"])
-    out = module(*(DTensor.from_local(x, root["tp"], [Shard(2)]) for x in local)).to_local()
-    out.backward(cut(case.upstream()))
+    module = core() if on_tp_rank is None else on_tp_rank(tp)
+    case.style(**options).apply(module, root["cp"])
+    with count_collectives() as counted:
+        fed = (DTensor.from_local(x, root["tp"], [Shard(head_dim)], run_check=False) for x in local)
+        out = module(*fed).to_local()
+        out.backward(cut(case.upstream()))
     assert_close(out, cut(expected), name="output")
     for name, x, full in zip("qkv", local, grads, strict=True):
         assert full is not None, f"d{name} of the reference"
         assert_close(x.grad, cut(full), kind="grad", name=f"d{name}")
+    return counted

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
-from hp_cp import AsyncContextParallel, ContextParallel, init_device_mesh
+from hp_cp import AsyncContextParallel, ContextParallel
 from hp_mesh.boundary import boundary_of
 from hp_mesh.testing import assert_close, count_collectives, randn, ranks
 
-from ._compare import Case, reference
+from ._compare import Case, compare_under_tensor_parallel, reference
 from ._cores import Eager, Sdpa
 
 KEYS = 36
@@ -145,30 +144,12 @@ def test_projections_send_ahead_as_in_self_attention(degree: int | None) -> None
 def test_it_composes_with_tp(case: Case, order: tuple[str, str]) -> None:
     """Heads cut by TP, V's head size its own, another number of keys."""
     case = case.but(H=8, HK=4)
-    whole = _whole(case, KEYS)
-    core = Sdpa(case.layout, causal=False)
-    expected, grads = reference(core, whole, case.upstream())
+    options: dict[str, Any] = {"whole": _whole(case, KEYS), "order": order, "cross_attention": True}
 
-    def run(rank: int) -> None:
-        sizes = {"cp": case.P, "tp": 2}
-        root = init_device_mesh("cpu", tuple(sizes[n] for n in order), mesh_dim_names=order)
-        cp, tp = root.get_local_rank("cp"), root.get_local_rank("tp")
+    def core() -> nn.Module:
+        return Sdpa(case.layout, causal=False)
 
-        def cut(x: Tensor) -> Tensor:
-            return case.local(x.chunk(2, case.head_dim)[tp], cp)
-
-        module = case.style(cross_attention=True).apply(Sdpa(case.layout, causal=False), root["cp"])
-        local = [cut(x).clone().requires_grad_() for x in whole]
-        placements = [Shard(case.head_dim)]
-        fed = [DTensor.from_local(x, root["tp"], placements, run_check=False) for x in local]
-        out = module(*fed).to_local()
-        out.backward(cut(case.upstream()))
-        assert_close(out, cut(expected))
-        for x, full in zip(local, grads, strict=True):
-            assert full is not None
-            assert_close(x.grad, cut(full), kind="grad")
-
-    ranks(case.P * 2).run(run)
+    ranks(case.P * 2).run(compare_under_tensor_parallel, case, core, 2, **options)
 
 
 @pytest.mark.parametrize("case", CASES[:3], ids=str)

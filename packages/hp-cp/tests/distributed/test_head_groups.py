@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from hp_comm.moves import Pending
-from hp_cp import AsyncContextParallel, init_device_mesh, make_plan
-from hp_mesh.testing import assert_close, count_collectives, least_peak, randn, ranks
+from hp_cp import AsyncContextParallel, make_plan
+from hp_mesh.testing import count_collectives, least_peak, randn, ranks
 
-from ._compare import Case, compare, reference
+from ._compare import Case, compare, compare_under_tensor_parallel
 from ._cores import Eager, Sdpa
 
 GROUPED = [
@@ -390,25 +389,16 @@ def test_biases_per_head_find_their_group_under_tp(case: Case, eager: bool) -> N
 
     The bias is given for all heads of the model, and for those of the rank of TP.
     """
-    bias, whole = randn(case.H, 1, case.S, seed=5), case.qkv()
-    expected, grads = reference(PerHead(bias, eager=eager), whole, case.upstream())
+    bias = randn(case.H, 1, case.S, seed=5)
+
+    def core() -> nn.Module:
+        return PerHead(bias, eager=eager)
+
+    def of_rank(tp: int) -> nn.Module:
+        return PerHead(bias.chunk(2)[tp], eager=eager)
 
     def on(rank: int) -> None:
-        root = init_device_mesh("cpu", (2, case.P), mesh_dim_names=("tp", "cp"))
-        tp, cp = root.get_local_rank("tp"), root.get_local_rank("cp")
-
-        def cut(x: Tensor) -> Tensor:
-            return case.local(x.chunk(2, 2)[tp], cp)
-
-        for given in (bias, bias.chunk(2)[tp]):
-            module = case.style().apply(PerHead(given, eager=eager), root["cp"])
-            local = [cut(x).clone().requires_grad_() for x in whole]
-            fed = (DTensor.from_local(x, root["tp"], [Shard(2)], run_check=False) for x in local)
-            out = module(*fed).to_local()
-            out.backward(cut(case.upstream()))
-            assert_close(out, cut(expected))
-            for x, full in zip(local, grads, strict=True):
-                assert full is not None
-                assert_close(x.grad, cut(full), kind="grad")
+        compare_under_tensor_parallel(rank, case, core, 2)
+        compare_under_tensor_parallel(rank, case, core, 2, on_tp_rank=of_rank)
 
     ranks(2 * case.P).run(on)

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from hp_cp import ContextParallel, attention_window, init_device_mesh, make_plan
+from hp_cp import ContextParallel, attention_window, make_plan
 from hp_mesh._torch import WeakStorage, local_shard
 from hp_mesh.testing import (
     assert_close,
@@ -25,7 +25,7 @@ from hp_mesh.testing import (
     ranks,
 )
 
-from ._compare import Case, compare, reference
+from ._compare import Case, compare, compare_under_tensor_parallel, reference
 from ._cores import Eager, Sdpa
 from ._handoffs import Attention, apply, assert_overlaps, compare_steps
 
@@ -99,24 +99,8 @@ def test_with_tensor_parallel_dtensors(case: Case, core: type[nn.Module]) -> Non
     case = case.but(H=8, HK=4)
 
     def run(rank: int) -> None:
-        root = init_device_mesh("cpu", (case.P, 2), mesh_dim_names=("cp", "tp"))
-        cp, tp = root.get_local_rank("cp"), root.get_local_rank("tp")
-
-        def cut(x: Tensor) -> Tensor:
-            return case.local(x.chunk(2, case.head_dim)[tp], cp)
-
-        expected, grads = reference(core(), case.qkv(), case.upstream())
-        module = case.style(keep_kv=False).apply(core(), root["cp"])
-        local = [cut(x).clone().requires_grad_() for x in case.qkv()]
-        with count_collectives() as counted:
-            fed = [DTensor.from_local(x, root["tp"], [Shard(case.head_dim)]) for x in local]
-            out = module(*fed).to_local()
-            out.backward(cut(case.upstream()))
-        assert_close(out, cut(expected))
-        for x, full in zip(local, grads, strict=True):
-            assert full is not None
-            assert_close(x.grad, cut(full), kind="grad")
-        assert counted.count("all_gather") == 4
+        sent = compare_under_tensor_parallel(rank, case, core, 2, order=("cp", "tp"), keep_kv=False)
+        assert sent.count("all_gather") == 4
 
     ranks(2 * case.P).run(run)
 
