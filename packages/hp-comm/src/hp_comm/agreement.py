@@ -13,6 +13,7 @@ that do not.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 
@@ -26,7 +27,7 @@ from hp_comm.failures import Naming
 from hp_comm.fingerprint import FINGERPRINT_BYTES, NO_FINGERPRINT, LocalRows, RowsWatch
 from hp_mesh.checks import fail
 
-__all__ = ["HEADER_BYTES", "compares_always", "gather_headers", "preflight"]
+__all__ = ["HEADER_BYTES", "compares_always", "gather_headers", "next_module", "preflight"]
 
 HEADER_BYTES = 1024
 _DATA_AT = 1 + 2 + 16
@@ -35,6 +36,16 @@ _TEXT_BYTES = HEADER_BYTES - _TEXT_AT
 _VARIABLE = "HP_PREFLIGHT"
 _MODES = ("always", "first", "off")
 _ABSENT = "absent"
+_applied: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def next_module(group: ProcessGroup) -> str:
+    """Name a module by how many styles were applied on ``group`` before, alike on all its ranks.
+
+    For signatures: ranks that are in the calls of different modules must not be paired.
+    """
+    number = _applied[group] = _applied.get(group, 0) + 1
+    return f"number {number} that a style was applied to"
 
 
 def preflight(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from hp_comm import gather_seq, head_to_seq, preflight, seq_to_head
+from hp_comm.agreement import next_module
 from hp_comm.fingerprint import RowsWatch
 from hp_cp.call import Call
 from hp_cp.hand_over import describe_view, hand_over
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
     from hp_cp.style import ContextParallel
 
 __all__ = ["CPBoundary"]
-
-
-_applied: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""How many boundaries each CP group has: ranks that are in different modules must not be paired."""
 
 
 class CPBoundary(Boundary[Call]):
@@ -56,9 +52,8 @@ class CPBoundary(Boundary[Call]):
         self.rank = flat.get_local_rank()
         require_ascending(self.where, flat)
         self.watch = RowsWatch()
-        ordinal = _applied[self.group] = _applied.get(self.group, 0) + 1
         self.identity = {
-            "module": f"number {ordinal} that a style was applied to",
+            "module": next_module(self.group),
             # what changes what is sent, and in what order it lies on the wire
             "style": f"{style!r}, head_groups={style.head_groups}, keep_kv={style.keep_kv}, "
             f"use_local_input={style.use_local_input}, kv_chunks={style.kv_chunks}, "

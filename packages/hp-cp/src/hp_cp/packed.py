@@ -8,7 +8,6 @@ load balance for each half of the work.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -20,13 +19,14 @@ from hp_cp.unwrap import keys_beside, on_mesh, query_window
 from hp_cp.view import agreed
 from hp_cp.windowed import check_documents, drop_front, fetch_band, halo_of
 from hp_mesh._torch import from_local, to_local
-from hp_mesh.checks import read_integers, require, require_positive
+from hp_mesh.checks import require, require_positive
+from hp_mesh.cu_seqlens import read_cu_seqlens
 from hp_mesh.documents import packed_window
 from hp_mesh.handlers import register_handler
 from hp_mesh.view import View
 from hp_mesh.window import AttentionWindow, Range
 
-__all__ = ["document_ends", "packed_attention", "register_packed_attention"]
+__all__ = ["packed_attention", "register_packed_attention"]
 
 _WHERE = "packed_attention"
 
@@ -204,7 +204,7 @@ def _ends(
         where,
         f"value ({v.size(0)} rows) must have as many rows as key ({keys})",
     )
-    query_ends = document_ends("cu_seqlens", cu_seqlens, total, where)
+    _, *query_ends = read_cu_seqlens(where, cu_seqlens, total, whole=True)
     if cu_seqlens_k is None:
         require(
             keys == total,
@@ -213,7 +213,7 @@ def _ends(
             "pass the boundaries of the keys as cu_seqlens_k",
         )
         return query_ends, query_ends
-    key_ends = document_ends("cu_seqlens_k", cu_seqlens_k, keys, where)
+    _, *key_ends = read_cu_seqlens(where, cu_seqlens_k, keys, name="cu_seqlens_k", whole=True)
     require(
         len(key_ends) == len(query_ends),
         where,
@@ -221,19 +221,3 @@ def _ends(
         f"({len(query_ends)})",
     )
     return query_ends, key_ends
-
-
-def document_ends(name: str, given: Sequence[int] | Tensor, total: int, where: str) -> list[int]:
-    """Return ``[..., total]`` of ``[0, ..., total]``, or say what does not add up."""
-    bounds = read_integers(where, name, given)
-    require(
-        len(bounds) > 1
-        and bounds[0] == 0
-        and bounds[-1] == total
-        and all(a <= b for a, b in pairwise(bounds)),
-        where,
-        f"{name} ({bounds}) must start with 0, not descend and end at {total}, the whole packed "
-        "length",
-        "pass those of the whole sequence on every rank; a padded tail is a document of its own",
-    )
-    return bounds[1:]

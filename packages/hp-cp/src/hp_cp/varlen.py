@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from hp_cp.packed import document_ends
 from hp_cp.unwrap import keys_beside, on_mesh, query_window
 from hp_cp.view import agreed
 from hp_cp.windowed import check_documents, drop_front, fetch_band, halo_of
 from hp_mesh._torch import from_local, to_local
 from hp_mesh.checks import fail, require
+from hp_mesh.cu_seqlens import read_cu_seqlens
 from hp_mesh.documents import packed_window
 from hp_mesh.handlers import register_handler
 from hp_mesh.view import View
@@ -104,7 +104,7 @@ def _varlen(
 def _ends(given: Mapping[str, Any], name: str, total: int, where: str) -> list[int]:
     value = given[name]
     require(isinstance(value, Tensor), where, f"{name} ({value}) must be a tensor")
-    return document_ends(name, value, total, where)
+    return read_cu_seqlens(where, value, total, name=name, whole=True)[1:]
 
 
 def _is_causal(given: Mapping[str, Any], where: str) -> bool:

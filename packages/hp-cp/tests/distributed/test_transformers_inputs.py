@@ -310,7 +310,7 @@ REFUSED: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     ),
     "cu_seq_lens of a batch": (
         lambda _: {"cu_seq_lens_q": torch.tensor([0, 5, 24])},
-        r"cu_seq_lens_q \(\(0, 5, 24\)\) must .* in one batch row, not 2",
+        r"the batch \(2\) must be 1 with cu_seq_lens_q: all documents are in one row",
     ),
 }
 

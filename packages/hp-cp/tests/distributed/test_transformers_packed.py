@@ -101,7 +101,7 @@ def test_packed_batches_need_no_mask(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"cu_seq_lens_q": [0, 5, 12]}, r"cu_seq_lens_q \(\(0, 5, 12\)\) must start with 0.* 24"),
+        ({"cu_seq_lens_q": [0, 5, 12]}, r"cu_seq_lens_q \(\[0, 5, 12\]\) must start with 0.* 24"),
         ({"cu_seq_lens_k": [0, 24]}, "must be the same boundaries"),
         ({"cu_seq_lens_q": [0, 24], "cu_seq_lens_k": [0, 5, 24]}, "must be the same boundaries"),
         ({"cu_seq_lens_q": [0, 9, 24], "position_ids": POSITIONS}, "must restart where"),

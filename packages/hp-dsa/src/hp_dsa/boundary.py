@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from hp_comm import preflight
-from hp_comm.agreement import compares_always
+from hp_comm.agreement import compares_always, next_module
 from hp_comm.fingerprint import RowsWatch
 from hp_dsa.call import DSACall
 from hp_dsa.gather import Gathered, Gatherer
@@ -35,9 +33,6 @@ if TYPE_CHECKING:
     from hp_dsa.style import DSAStyle
 
 __all__ = ["DSABoundary"]
-
-_applied: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""How many boundaries each CP group has: ranks that are in different modules must not be paired."""
 
 
 class DSABoundary(Boundary[DSACall]):
@@ -65,9 +60,8 @@ class DSABoundary(Boundary[DSACall]):
         self.late_errors = LateErrors()
         self.gatherer = Gatherer(self.group, plan.seq_dim, plan.order)
         self.watch = RowsWatch()
-        ordinal = _applied[self.group] = _applied.get(self.group, 0) + 1
         self.identity = {
-            "module": f"number {ordinal} that a DSA style was applied to",
+            "module": next_module(self.group),
             "style": f"{style!r}",
         }
 

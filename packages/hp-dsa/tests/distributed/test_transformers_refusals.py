@@ -76,6 +76,7 @@ def test_what_a_rank_alone_finds_wrong_is_raised_on_all() -> None:
         ({"shift_labels": IDS}, "shift_labels given"),
         ({"num_items_in_batch": 46}, "num_items_in_batch given"),
         ({"input_ids": IDS[:, : S // 2 - 1]}, "tokens"),
+        ({"input_ids": IDS.tolist()}, "input_ids \\(list\\) must be a tensor \\(on rank 1 of 2\\)"),
     ):
         errors = ranks(2).errors(run, [{}, second])
         assert all(isinstance(error, ValueError) for error in errors), errors

@@ -16,11 +16,16 @@ if TYPE_CHECKING:
     from hp_mesh.layout import Layout, layout
     from hp_mesh.mesh import Mesh, flatten_mesh, init_device_mesh, split_cp_mesh
     from hp_mesh.open_views import attention_window
-    from hp_mesh.packing import PackedShard, pack_documents, shard_packed, unpack_documents
+    from hp_mesh.packing import (
+        PackedShard,
+        local_cu_seqlens,
+        pack_documents,
+        shard_packed,
+        unpack_documents,
+    )
     from hp_mesh.parallelize import parallelize_module
     from hp_mesh.sequence import (
         join_sequence,
-        local_cu_seqlens,
         multiple_for,
         next_token_labels,
         pad_sequence,
@@ -69,7 +74,7 @@ __getattr__, __dir__ = lazy_names(
         "init_device_mesh": "hp_mesh.mesh",
         "join_sequence": "hp_mesh.sequence",
         "layout": "hp_mesh.layout",
-        "local_cu_seqlens": "hp_mesh.sequence",
+        "local_cu_seqlens": "hp_mesh.packing",
         "multiple_for": "hp_mesh.sequence",
         "next_token_labels": "hp_mesh.sequence",
         "pack_documents": "hp_mesh.packing",

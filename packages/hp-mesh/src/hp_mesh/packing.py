@@ -21,20 +21,20 @@ import torch
 from torch import Tensor
 
 from hp_mesh.checks import require
+from hp_mesh.cu_seqlens import read_cu_seqlens
 from hp_mesh.sequence import (
     ContextRank,
     Order,
-    local_cu_seqlens,
     multiple_for,
     next_token_labels,
     pad_sequence,
     position_ids,
     rank_and_size,
-    read_cu_seqlens,
+    rank_rows,
     shard_sequence,
 )
 
-__all__ = ["PackedShard", "pack_documents", "shard_packed", "unpack_documents"]
+__all__ = ["PackedShard", "local_cu_seqlens", "pack_documents", "shard_packed", "unpack_documents"]
 
 
 @dataclass(frozen=True)
@@ -170,3 +170,44 @@ def shard_packed(
         local_cu_seqlens=tuple(local_cu_seqlens(bounds, rank, size, order=order)),
         length=length,
     )
+
+
+def local_cu_seqlens(
+    cu_seqlens: Sequence[int] | Tensor,
+    rank: int,
+    size: int,
+    *,
+    global_length: int | None = None,
+    order: Order = "contiguous",
+) -> list[int]:
+    """Return the document boundaries within this rank's part, ``[0, ..., <= S/P]``.
+
+    Documents of which the rank has nothing stay, with length 0: every rank has as many. With
+    documents of 3 and 5 tokens on 2 ranks, ``[0, 3, 8]`` gives ``[0, 3, 4]`` and ``[0, 0, 4]``. In
+    head-tail order the pieces of the head chunk come first, then those of the tail chunk: twice as
+    many documents, of which one that goes on from the head into the tail is two.
+
+    Args:
+        cu_seqlens: Boundaries in the whole sequence, ``[0, ..., end]``.
+        rank: CP rank.
+        size: CP size.
+        global_length: Length of the whole sequence if padding follows the last document; not in
+            head-tail order, where it would lie in between.
+        order: Order of the data.
+    """
+    where = "local_cu_seqlens"
+    bounds = read_cu_seqlens(where, cu_seqlens, global_length)
+    length = bounds[-1] if global_length is None else global_length
+    rows = rank_rows((rank, size), length, order, where=where)
+    require(
+        len(rows) == 1 or bounds[-1] == length,
+        where,
+        f"the end of cu_seqlens ({bounds[-1]}) must be the sequence length ({length}) with order "
+        "'head_tail'",
+        "make the padding a document of its own",
+    )
+    local, taken = [0], 0
+    for start, stop in rows:
+        cut = [taken + min(max(bound, start), stop) - start for bound in bounds]
+        local, taken = [*local[:-1], *cut], taken + stop - start
+    return local

@@ -14,28 +14,26 @@ where rank r holds chunk r and chunk ``2P-1-r`` of ``2P``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_mesh.checks import fail, read_integers, require, require_positive
+from hp_mesh.checks import fail, require, require_positive
+from hp_mesh.cu_seqlens import read_cu_seqlens
 from hp_mesh.window import Range, contiguous_rows, head_tail_rows
 
 __all__ = [
     "ContextRank",
     "Order",
     "join_sequence",
-    "local_cu_seqlens",
     "multiple_for",
     "next_token_labels",
     "pad_sequence",
     "position_ids",
     "rank_and_size",
     "rank_rows",
-    "read_cu_seqlens",
     "shard_sequence",
 ]
 
@@ -197,52 +195,12 @@ def next_token_labels(
     return _cut(labels, dim, _rows(where, rank, size, length, order))
 
 
-def local_cu_seqlens(
-    cu_seqlens: Sequence[int] | Tensor,
-    rank: int,
-    size: int,
-    *,
-    global_length: int | None = None,
-    order: Order = "contiguous",
-) -> list[int]:
-    """Return the document boundaries within this rank's part, ``[0, ..., <= S/P]``.
-
-    Documents of which the rank has nothing stay, with length 0: every rank has as many. With
-    documents of 3 and 5 tokens on 2 ranks, ``[0, 3, 8]`` gives ``[0, 3, 4]`` and ``[0, 0, 4]``. In
-    head-tail order the pieces of the head chunk come first, then those of the tail chunk: twice as
-    many documents, of which one that goes on from the head into the tail is two.
-
-    Args:
-        cu_seqlens: Boundaries in the whole sequence, ``[0, ..., end]``.
-        rank: CP rank.
-        size: CP size.
-        global_length: Length of the whole sequence if padding follows the last document; not in
-            head-tail order, where it would lie in between.
-        order: Order of the data.
-    """
-    where = "local_cu_seqlens"
-    rank, size = rank_and_size(where, (rank, size))
-    bounds = read_cu_seqlens(where, cu_seqlens, global_length)
-    length = bounds[-1] if global_length is None else global_length
-    rows = _rows(where, rank, size, length, order)
-    require(
-        len(rows) == 1 or bounds[-1] == length,
-        where,
-        f"the end of cu_seqlens ({bounds[-1]}) must be the sequence length ({length}) with order "
-        "'head_tail'",
-        "make the padding a document of its own",
-    )
-    local, taken = [0], 0
-    for start, stop in rows:
-        cut = [taken + min(max(bound, start), stop) - start for bound in bounds]
-        local, taken = [*local[:-1], *cut], taken + stop - start
-    return local
-
-
-def rank_rows(cp: ContextRank, length: int, order: Order = "contiguous") -> tuple[Range, ...]:
+def rank_rows(
+    cp: ContextRank, length: int, order: Order = "contiguous", *, where: str = "rank_rows"
+) -> tuple[Range, ...]:
     """Return the ranges of the whole sequence that this rank holds, in the order it holds them."""
-    rank, size = rank_and_size("rank_rows", cp)
-    return _rows("rank_rows", rank, size, length, order)
+    rank, size = rank_and_size(where, cp)
+    return _rows(where, rank, size, length, order)
 
 
 def _rows(where: str, rank: int, size: int, length: int, order: Order) -> tuple[Range, ...]:
@@ -298,21 +256,3 @@ def _seq_dim(where: str, x: Tensor, seq_dim: int) -> int:
         f"seq_dim ({seq_dim}) must be a dim of the tensor (shape {tuple(x.shape)})",
     )
     return seq_dim % x.ndim
-
-
-def read_cu_seqlens(
-    where: str, cu_seqlens: Sequence[int] | Tensor, length: int | None = None
-) -> list[int]:
-    """Return ``[0, ..., end]``, checked; it must end at ``length`` at most."""
-    bounds = read_integers(where, "cu_seqlens", cu_seqlens)
-    require(
-        len(bounds) >= 2 and bounds[0] == 0 and all(a <= b for a, b in pairwise(bounds)),
-        where,
-        f"cu_seqlens ({bounds}) must start with 0 and not descend",
-    )
-    require(
-        length is None or bounds[-1] <= length,
-        where,
-        f"the end of cu_seqlens ({bounds[-1]}) must be at most the sequence length ({length})",
-    )
-    return bounds

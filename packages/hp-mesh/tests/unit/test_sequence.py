@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hp_mesh.packing import local_cu_seqlens
 from hp_mesh.sequence import (
     Order,
     join_sequence,
-    local_cu_seqlens,
     multiple_for,
     next_token_labels,
     pad_sequence,

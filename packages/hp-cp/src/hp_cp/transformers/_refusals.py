@@ -7,20 +7,15 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hp_cp.transformers.documents import read_cu_seq_lens
+from hp_comm.model_call import (
+    asks_for_attentions,
+    check_logits_to_keep,
+    read_cu_seq_lens,
+    tokens_of,
+)
 from hp_mesh.checks import fail, require, require_type
 
-__all__ = ["check_call", "check_rotary", "tokens_of"]
-
-
-def tokens_of(named: dict[str, Any], where: str) -> Tensor:
-    """Return what the sequence is made of: ``input_ids`` or ``inputs_embeds``."""
-    tokens: Tensor | None = named.get("input_ids")
-    if tokens is None:
-        tokens = named.get("inputs_embeds")
-    if tokens is None:
-        raise fail(where, "input_ids or inputs_embeds must be given by keyword or first argument")
-    return tokens
+__all__ = ["check_call", "check_rotary"]
 
 
 def check_call(
@@ -84,23 +79,13 @@ def _check_unsupported(model: PreTrainedModel, named: dict[str, Any], where: str
         "rank's keys only",
         "pass use_cache=False",
     )
-    attentions = named.get("output_attentions")
-    if attentions is None:
-        attentions = getattr(model.config, "output_attentions", False)
     require(
-        not attentions,
+        not asks_for_attentions(model.config, named),
         where,
         "output_attentions (True) must be False under context parallelism: no rank has all rows",
         "pass output_attentions=False",
     )
-    keep = named.get("logits_to_keep", 0)
-    require(
-        isinstance(keep, int) and keep == 0,
-        where,
-        f"logits_to_keep ({keep!r}) must be 0 under context parallelism: it would count from the "
-        "end of every rank's shard",
-        "cut the logits afterwards",
-    )
+    check_logits_to_keep(named, where)
     layers = set(getattr(model.config, "layer_types", None) or ())
     unknown = sorted(layers - {"full_attention", "sliding_attention", "chunked_attention"})
     require(

@@ -16,7 +16,6 @@ sends nothing but the preflight.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -29,10 +28,12 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 
 from hp_comm import gather_seq, preflight
+from hp_comm.model_call import arguments_by_name, read_cu_seq_lens, tokens_of
 from hp_cp.transformers import _mesh
-from hp_cp.transformers._refusals import check_call, check_rotary, tokens_of
-from hp_cp.transformers.documents import bounds_of, check_same, positions_of, read_cu_seq_lens
+from hp_cp.transformers._refusals import check_call, check_rotary
+from hp_cp.transformers.documents import bounds_of, check_same
 from hp_mesh.checks import require
+from hp_mesh.sequence import position_ids
 
 __all__ = ["GlobalCall", "enter_model"]
 
@@ -96,7 +97,7 @@ def enter_model(
     found = _mesh.cp_ranks(cores, where=type(model).__name__)
     if found is None:
         return None
-    named = _by_name(model, args, kwargs)
+    named = arguments_by_name(model, args, kwargs)
     call = named.get(KEYWORD)
     if call is None:
         call = _settle(model, named, found)
@@ -114,13 +115,6 @@ def enter_model(
             named["attention_mask"] = visible
         named["use_cache"] = False  # the config's default; whoever asks for a cache was refused
     return (), named
-
-
-def _by_name(
-    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    names = list(inspect.signature(type(model).forward).parameters)[1:]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _settle(model: PreTrainedModel, named: dict[str, Any], ranks: _mesh.CpRanks) -> GlobalCall:
@@ -164,7 +158,8 @@ def _facts(
     bounds = read_cu_seq_lens(named, len(tokens), whole, "cu_seq_lens_q")
     positions = named.get("position_ids")
     if positions is None and bounds is not None:
-        positions = positions_of(bounds, device)
+        alone = position_ids((0, 1), global_length=whole, cu_seqlens=bounds, device=device)
+        positions = alone[None]
     if positions is None:
         return torch.arange(whole, device=device)[None], padding, None
     if positions.shape[1] != whole:

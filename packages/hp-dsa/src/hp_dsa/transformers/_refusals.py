@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hp_dsa.operands import read_lengths
-from hp_mesh.checks import fail, require, require_type
+from hp_comm.model_call import asks_for_attentions, check_logits_to_keep, read_cu_seq_lens
+from hp_mesh.checks import require, require_type
 
 if TYPE_CHECKING:
     from hp_dsa.transformers.call import ModelCall
 
-__all__ = ["check_call", "check_labels", "check_positions", "read_ends", "tokens_of"]
-
-
-def tokens_of(named: dict[str, Any], where: str) -> Tensor:
-    """Return what the sequence is made of: ``input_ids`` or ``inputs_embeds``."""
-    tokens: Tensor | None = named.get("input_ids")
-    if tokens is None:
-        tokens = named.get("inputs_embeds")
-    if tokens is None:
-        raise fail(where, "input_ids or inputs_embeds must be given by keyword or first argument")
-    return tokens
+__all__ = ["check_call", "check_labels", "check_positions", "read_ends"]
 
 
 def check_call(model: PreTrainedModel, named: dict[str, Any], cp_size: int, where: str) -> None:
     """Refuse what the operators, or a shard, can't do."""
     _check_cache(named, where)
     _check_mask(named.get("attention_mask"), where)
-    attentions = named.get("output_attentions")
-    if attentions is None:
-        attentions = getattr(model.config, "output_attentions", False)
     require(
-        not attentions,
+        not asks_for_attentions(model.config, named),
         where,
         "output_attentions (True) must be False: no attention weights of all keys exist",
         "pass output_attentions=False",
@@ -49,14 +35,7 @@ def check_call(model: PreTrainedModel, named: dict[str, Any], cp_size: int, wher
     )
     if cp_size == 1:
         return
-    keep = named.get("logits_to_keep", 0)
-    require(
-        isinstance(keep, int) and keep == 0,
-        where,
-        f"logits_to_keep ({keep!r}) must be 0 under context parallelism: it would count from the "
-        "end of every rank's shard",
-        "cut the logits afterwards",
-    )
+    check_logits_to_keep(named, where)
     kind = (model.config.rope_parameters or {}).get("rope_type", "default")
     require(
         kind != "longrope" and "dynamic" not in kind,
@@ -105,26 +84,8 @@ def read_ends(named: dict[str, Any], batch: int, global_length: int, where: str)
         f'the batch ({batch}) must be 1 with layout="TND": all documents are in one row',
         "concatenate the rows, and say where they end with cu_seq_lens_q",
     )
-    starts = read_lengths(where, "cu_seq_lens_q", named.get("cu_seq_lens_q"))
-    other = read_lengths(where, "cu_seq_lens_k", named.get("cu_seq_lens_k"))
-    if starts is None:
-        return [global_length]
-    require(
-        other is None or other == starts,
-        where,
-        f"cu_seq_lens_k ({other}) must be cu_seq_lens_q ({starts})",
-    )
-    require(
-        len(starts) > 1
-        and starts[0] == 0
-        and starts[-1] == global_length
-        and all(a <= b for a, b in pairwise(starts)),
-        where,
-        f"cu_seq_lens_q ({starts}) must rise from 0 to the length of the whole sequence "
-        f"({global_length})",
-        "it counts tokens of the whole sequence, not of a shard; padding is a document of its own",
-    )
-    return starts[1:]
+    bounds = read_cu_seq_lens(named, batch, global_length, where)
+    return [global_length] if bounds is None else list(bounds[1:])
 
 
 def check_labels(named: dict[str, Any], call: ModelCall, where: str) -> None:

@@ -9,7 +9,6 @@ Sent, on the CP group: one preflight. No mask is made, neither of the whole sequ
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from hp_comm import preflight
+from hp_comm.model_call import arguments_by_name, tokens_of
 from hp_dsa.boundary import DSABoundary
 from hp_dsa.cores import SparseAttention
 from hp_dsa.transformers import _refusals
@@ -128,13 +128,12 @@ def enter_model(
     On the model and on its base model: the outer one settles the facts, the base model gets the
     positions and an empty mask.
     """
-    names = list(inspect.signature(type(model).forward).parameters)[1:]
-    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    named = arguments_by_name(model, args, kwargs)
     call: ModelCall | None = named.get(KEYWORD)
     if call is None:
         call = named[KEYWORD] = _settle(model, named)
     if model.base_model is model:
-        tokens = _refusals.tokens_of(named, type(model).__name__)
+        tokens = tokens_of(named, type(model).__name__)
         named["position_ids"] = call.positions(tokens.device)
         # a dict is taken as it is: no mask of S x S is made
         named["attention_mask"] = {"indexed_attention": None}
@@ -191,7 +190,7 @@ def _read(
     model: PreTrainedModel, named: dict[str, Any], call: ModelCall, where: str
 ) -> dict[str, object]:
     """Fill in the lengths, check the call, and return what must be alike on all ranks."""
-    tokens = _refusals.tokens_of(named, where)
+    tokens = tokens_of(named, where)
     call.batch, local = tokens.shape[:2]
     call.global_length = local * call.cp_size
     _refusals.check_call(model, named, call.cp_size, where)
