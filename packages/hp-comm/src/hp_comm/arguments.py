@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from hp_comm import _torch
 from hp_comm.moves import Shape
@@ -68,6 +69,8 @@ def require_addable_gradient(where: str, x: Tensor) -> None:
 
 def group_of(where: str, group: ProcessGroup) -> tuple[int, int]:
     """Return size and own rank of a group that this rank is in."""
+    if isinstance(group, DeviceMesh):
+        raise TypeError(f"{where}: group (DeviceMesh) must be its group; pass mesh.get_group()")
     rank = _torch.group_rank(group)
     require(rank >= 0, where, f"group ({group}) must contain this rank")
     return _torch.group_size(group), rank

@@ -32,7 +32,7 @@ def tokens_of(named: Mapping[str, Any], where: str) -> Tensor:
     """Return what the sequence is made of: ``input_ids`` ``[B, S/P]``, or ``inputs_embeds``.
 
     Raises:
-        ValueError: Neither is given.
+        ValueError: Neither is given, or a row without its batch.
         TypeError: It is no tensor.
     """
     for name in ("input_ids", "inputs_embeds"):
@@ -40,6 +40,12 @@ def tokens_of(named: Mapping[str, Any], where: str) -> Tensor:
         if tokens is not None:
             require_type(where, name, tokens, Tensor, "a tensor")
             found: Tensor = tokens
+            require(
+                found.ndim > 1,
+                where,
+                f"{name} (shape {tuple(found.shape)}) must have a batch dim before the sequence",
+                "a packed row is a batch of one, x[None]",
+            )
             return found
     raise fail(where, "input_ids or inputs_embeds must be given by keyword or first argument")
 

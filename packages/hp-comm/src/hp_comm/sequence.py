@@ -156,6 +156,7 @@ def global_loss(
         more without ``total``; backward sends nothing.
     """
     where = "global_loss"
+    arguments.require_tensor(where, "losses", losses)
     size, _ = arguments.group_of(where, group)
     if gradient_divisor is None:
         gradient_divisor = size

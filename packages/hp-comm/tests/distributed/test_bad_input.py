@@ -7,8 +7,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from hp_comm import count_tokens, exchange_head_tail, gather_seq, head_to_seq, seq_to_head
+from hp_comm import (
+    count_tokens,
+    exchange_head_tail,
+    gather_seq,
+    global_loss,
+    head_to_seq,
+    seq_to_head,
+)
 from hp_mesh.testing import count_collectives, randn, ranks
 
 S2H, H2S = {"seq_dim": 1, "head_dim": 2}, {"seq_dim": 1, "head_dim": 2}
@@ -102,5 +110,23 @@ def test_a_rank_outside_the_group_is_told_so() -> None:
                 exchange_head_tail(torch.zeros(2), group)
             with pytest.raises(ValueError, match=r"count_tokens: group .* must contain this rank"):
                 count_tokens(torch.ones(2, dtype=torch.bool), group)
+
+    ranks(2).run(on)
+
+
+def test_a_mesh_is_told_apart_from_its_group() -> None:
+    """torch would answer that the mesh is not registered and a group should be created."""
+
+    def on(rank: int) -> None:
+        mesh: Any = DeviceMesh("cpu", [0, 1])
+        message = r"group \(DeviceMesh\) must be its group; pass mesh.get_group\(\)"
+        with pytest.raises(TypeError, match="global_loss: " + message):
+            global_loss(randn(3), mesh)
+        with pytest.raises(TypeError, match="count_tokens: " + message):
+            count_tokens(randn(3) > 0, mesh)
+        with pytest.raises(TypeError, match="gather_seq: " + message):
+            gather_seq(randn(2, 3), mesh, seq_dim=0)
+        with pytest.raises(TypeError, match=r"global_loss: losses \(list\) must be a tensor"):
+            global_loss([randn(3)], mesh.get_group())  # type: ignore[arg-type]
 
     ranks(2).run(on)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_cp import ContextParallel, attention_window
+from hp_cp import ContextParallel, attention_window, init_device_mesh, parallelize_module
 from hp_mesh.boundary import boundary_of
 from hp_mesh.testing import count_collectives, randn, ranks
 
@@ -62,6 +62,23 @@ def test_a_degree_that_does_not_divide_is_refused_by_apply(degree: int) -> None:
             with pytest.raises(ValueError, match=message + ".*1, 2, 4"):
                 ContextParallel(ulysses_degree=degree).apply(Sdpa(), mesh)
         assert not counted.records
+
+    ranks(4).run(on)
+
+
+@pytest.mark.parametrize("degree", [None, 1, 2])
+def test_the_whole_mesh_is_no_cp_mesh(degree: int | None) -> None:
+    """Ranks along ``dp_shard`` would take each other's batches for parts of one sequence."""
+
+    def on(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "cp"))
+        core, style = Sdpa(), ContextParallel(ulysses_degree=degree)
+        message = r"ContextParallel: the CP mesh \(axes \('dp_shard', 'cp'\)\) must hold the ranks"
+        with pytest.raises(ValueError, match=message + r".*; pass .* mesh\['cp'\]"):
+            style.apply(core, mesh)
+        with pytest.raises(ValueError, match=message):
+            parallelize_module(nn.ModuleDict({"core": core}), mesh, {"core": style})
+        assert boundary_of(core) is None
 
     ranks(4).run(on)
 

@@ -328,6 +328,14 @@ def test_what_a_shard_cannot_honour_is_refused_by_name_on_every_rank(tiny: Tiny,
             raise error
 
 
+def test_tokens_without_a_batch_dim_are_named(tiny: Tiny) -> None:
+    """What `shard_packed` gives is one row, ``[S/P]``."""
+    model = tiny()
+    for error in ranks(P).errors(lambda rank: parallel(model)(cut(IDS, rank)[0])):
+        with pytest.raises(ValueError, match=r"input_ids \(shape \(12,\)\) must have a batch dim"):
+            raise error
+
+
 def test_a_refused_call_leaves_the_next_one_right(tiny: Tiny) -> None:
     model = tiny()
     expected = model(IDS).logits

@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from hp_mesh._torch import global_forward_hooks, hold_tracing, never_traced, resume_tracing
 from hp_mesh.checks import fail, require_type
 from hp_mesh.exiting import wait_for_gloo_at_exit
+from hp_mesh.mesh import require_cp_axes
 from hp_mesh.open_views import close_view, open_view
 from hp_mesh.overrides import outside_compiled_code, unseen_by_checkpoints
 from hp_mesh.view import View
@@ -224,12 +225,14 @@ class BoundaryStyle(ParallelStyle, ABC):
             device_mesh: The CP mesh.
 
         Raises:
-            ValueError: If a context-parallel style was applied to ``module`` before.
+            ValueError: If a context-parallel style was applied to ``module`` before, or an axis of
+                the mesh has the name of another kind of parallelism.
             TypeError: If one of the two is something else.
         """
         where = type(self).__name__
         require_type(where, "module", module, nn.Module, "a torch.nn.Module")
         require_type(where, "device_mesh", device_mesh, DeviceMesh, "a DeviceMesh")
+        require_cp_axes(where, device_mesh)
         present = boundary_of(module)
         if present is not None:
             raise fail(

@@ -31,6 +31,8 @@ from hp_mesh.exiting import wait_for_gloo_at_exit
 __all__ = ["Mesh", "flatten_mesh", "init_device_mesh", "split_cp_mesh"]
 
 DEVICE_TYPES = ("cpu", "cuda", "npu")
+OTHER_AXES = ("dp", "fsdp", "tp", "pp", "ep")
+"""First words of names of axes whose ranks do not share a sequence, such as `dp_shard`."""
 CP_AXES = ("co", "ds")
 """Axes of a split CP mesh: Colossal (K/V gather) outside, Ulysses (heads) inside."""
 
@@ -121,6 +123,12 @@ def init_device_mesh(
             f"device_type ({device_type!r}) must be one of {', '.join(DEVICE_TYPES)}",
             "the index of the device is chosen by set_device" if ":" in str(device_type) else "",
         )
+    require(
+        not isinstance(mesh_shape, int),
+        where,
+        f"mesh_shape ({mesh_shape!r}) must be a tuple of sizes",
+        f"use ({mesh_shape!r},)",
+    )
     shape = tuple(mesh_shape)
     require(len(shape) > 0, where, "mesh_shape () must have at least one axis")
     for axis, size in enumerate(shape):
@@ -163,7 +171,7 @@ def _require_torch_npu() -> None:
     except ImportError as error:
         raise ImportError(
             'init_device_mesh: device_type "npu" needs torch_npu and a CANN installation; '
-            f"pip install 'hp-mesh[npu]' on the Ascend machine ({error})"
+            f"install the extra npu of hp-cp or hp-dsa on the Ascend machine ({error})"
         ) from error
 
 
@@ -277,4 +285,27 @@ def require_ascending(where: str, mesh: DeviceMesh) -> None:
             where,
             f"the ranks of the mesh ({replica}) must ascend: a process group numbers its ranks so",
             "order the axes as in the root mesh",
+        )
+
+
+def require_cp_axes(where: str, mesh: DeviceMesh) -> None:
+    """Refuse a mesh of several axes, one of which has the name of another kind of parallelism.
+
+    Ranks along ``dp_shard`` or ``tp`` hold no other part of the sequence: taken for CP ranks they
+    would attend to each other's batches, and nothing else would tell. Beside an axis ``cp`` any
+    other is of that kind. Names are all there is to see, so ``("outer", "inner")`` passes.
+    """
+    names = mesh.mesh_dim_names or ()
+    others = [
+        name
+        for name in names
+        if name.split("_")[0] in OTHER_AXES or ("cp" in names and name != "cp")
+    ]
+    if mesh.ndim > 1 and others:
+        own = [name for name in names if name not in others]
+        raise fail(
+            where,
+            f"the CP mesh (axes {names}) must hold the ranks of one sequence only, and those along "
+            f"{others[0]!r} hold others",
+            f"pass the CP slice of the mesh, mesh[{(*own, 'cp')[0]!r}]",
         )

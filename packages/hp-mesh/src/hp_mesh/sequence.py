@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hp_mesh.checks import fail, require, require_positive
 from hp_mesh.cu_seqlens import read_cu_seqlens
+from hp_mesh.mesh import require_cp_axes
 from hp_mesh.window import Range, contiguous_rows, head_tail_rows
 
 __all__ = [
@@ -240,6 +241,7 @@ def rank_and_size(where: str, cp: ContextRank) -> tuple[int, int]:
         f"the CP mesh (shape {tuple(cp.shape)}) must have 1 or 2 axes",
         "pass the CP slice of the mesh, such as mesh['cp']",
     )
+    require_cp_axes(where, cp)
     coordinate = cp.get_coordinate()
     if coordinate is None:
         raise fail(where, f"this rank ({cp.get_rank()}) must be in the CP mesh {cp.mesh.tolist()}")

@@ -169,6 +169,7 @@ def test_an_unnamed_mesh_cannot_be_sliced() -> None:
         (("cpu", (1, 2)), ("a", "a"), "must differ"),
         (("cpu", (2,)), "cp", "use ('cp',)"),
         (("cpu", ()), None, "at least one axis"),
+        (("cpu", 2), None, "mesh_shape (2) must be a tuple of sizes; use (2,)"),
         (("cpu", (2, 0)), None, "mesh_shape[1] (0) must be at least 1"),
         (("cpu", (True, 2)), None, "mesh_shape[0] (True) must be an integer"),
     ],
@@ -183,7 +184,7 @@ def test_npu_without_torch_npu_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "torch_npu", None)
 
     def attempt(rank: int) -> None:
-        with pytest.raises(ImportError, match=r"hp-mesh\[npu\]"):
+        with pytest.raises(ImportError, match=r"extra npu of hp-cp"):
             init_device_mesh("npu", (2,), mesh_dim_names=("cp",))
 
     ranks(2).run(attempt)

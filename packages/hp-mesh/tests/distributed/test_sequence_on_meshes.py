@@ -82,3 +82,25 @@ def test_meshes_without_this_rank_or_with_too_many_axes_are_refused() -> None:
             position_ids(cube, local_length=2)
 
     ranks(4).run(look)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("dp_shard", "cp"), r"those along 'dp_shard' hold others; .* mesh\['cp'\]"),
+        (("context", "tp"), r"those along 'tp' hold others; .* mesh\['context'\]"),
+        (("replica", "cp"), r"those along 'replica' hold others; .* mesh\['cp'\]"),
+    ],
+    ids=str,
+)
+def test_a_mesh_with_replicas_in_it_is_not_cut_over(names: tuple[str, str], words: str) -> None:
+    """The whole mesh in place of its CP slice would cut one sequence over replicas, too."""
+
+    def look(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        with pytest.raises(ValueError, match=f"shard_sequence: the CP mesh .*{words}"):
+            shard_sequence(randn(2, 8), mesh)
+        with pytest.raises(ValueError, match=f"position_ids: the CP mesh .*{words}"):
+            position_ids(mesh, local_length=2)
+
+    ranks(4).run(look)
