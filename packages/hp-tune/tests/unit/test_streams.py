@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,15 @@ PROGRAM = [sys.executable, "-m", "hp_tune"]
 def _buffered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams that hold what could not be written until the end, as they do by default."""
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+
+
+@pytest.fixture
+def unread() -> Iterator[int]:
+    """The writing end of a pipe whose reader has gone."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    yield writing
+    os.close(writing)
 
 
 @pytest.mark.parametrize(
@@ -35,16 +45,13 @@ def _buffered(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=lambda value: value if isinstance(value, int) else "-".join(value[:1] + value[-1:]),
 )
 def test_a_reader_that_has_gone_is_no_error_of_ours(
-    tmp_path: Path, arguments: list[str], code: int
+    tmp_path: Path, unread: int, arguments: list[str], code: int
 ) -> None:
     """As in ``hp-tune presets | head -1``: no traceback; what went wrong before still counts."""
-    reading, writing = os.pipe()
-    os.close(reading)
     done = subprocess.run(
-        [*PROGRAM, *arguments], cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, text=True,
-        timeout=240, check=False,
+        [*PROGRAM, *arguments], cwd=tmp_path, stdout=unread, stderr=subprocess.PIPE, text=True,
+        timeout=600, check=False,
     )  # fmt: skip
-    os.close(writing)
 
     assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
     if arguments[0] == "search" and code == 0:
@@ -53,30 +60,27 @@ def test_a_reader_that_has_gone_is_no_error_of_ours(
 
 @pytest.mark.parametrize(("arguments", "code"), [(SEARCH, 0), (["show", "none.json"], 2)])
 def test_a_reader_of_both_streams_that_has_gone_changes_no_exit_code(
-    tmp_path: Path, arguments: list[str], code: int
+    tmp_path: Path, unread: int, arguments: list[str], code: int
 ) -> None:
     """What stderr still holds is dropped: Python would try to write it, and exit with 120."""
-    reading, writing = os.pipe()
-    os.close(reading)
     done = subprocess.run(
-        [*PROGRAM, *arguments], cwd=tmp_path, stdout=writing, stderr=writing, timeout=240,
+        [*PROGRAM, *arguments], cwd=tmp_path, stdout=unread, stderr=unread, timeout=600,
         check=False,
     )  # fmt: skip
-    os.close(writing)
 
     assert done.returncode == code
 
 
-@pytest.mark.parametrize("closed", ["<&- >&-", "2>&-", "2>&1 | true"])
+@pytest.mark.parametrize("closed", ["<&- >&-", "2>&-"])
 @pytest.mark.parametrize(("arguments", "code"), [(SEARCH, 0), (["show", "none.json"], 2)])
 def test_closed_streams_change_no_exit_code(
     tmp_path: Path, closed: str, arguments: list[str], code: int
 ) -> None:
     """Where Python has no stream at all, words go nowhere; nothing of stderr lands on stdout."""
-    command = f'"$0" -m hp_tune {" ".join(arguments)} {closed}; exit ${{PIPESTATUS[0]}}'
+    command = f'"$0" -m hp_tune {" ".join(arguments)} {closed}'
     done = subprocess.run(
         ["bash", "-c", command, sys.executable], cwd=tmp_path, capture_output=True, text=True,
-        timeout=240, check=False,
+        timeout=600, check=False,
     )  # fmt: skip
 
     assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
@@ -94,7 +98,7 @@ def test_a_bare_environment_is_enough(tmp_path: Path) -> None:
     for arguments in (SEARCH, ["show"], ["report", "--lengths", "64K"], ["explain", "--json"],
                       ["presets", "atlas-800t-a2"]):  # fmt: skip
         done = subprocess.run(
-            [*PROGRAM, *arguments], cwd=tmp_path, capture_output=True, timeout=240, env=bare,
+            [*PROGRAM, *arguments], cwd=tmp_path, capture_output=True, timeout=600, env=bare,
             check=False,
         )  # fmt: skip
         assert done.returncode == 0, (arguments, done.stderr)
@@ -115,7 +119,7 @@ def test_a_name_that_the_encoding_lacks_is_written_as_an_escape(tmp_path: Path) 
     for more in ([], ["--seq", "7"]):
         done = subprocess.run(
             [*PROGRAM, "search", "--model", ".", "--cluster", "hgx-h100", "--cp", "2", "--seq",
-             "8K", *more], cwd=folder, capture_output=True, text=True, timeout=240, env=bare,
+             "8K", *more], cwd=folder, capture_output=True, text=True, timeout=600, env=bare,
             check=False,
         )  # fmt: skip
         assert (done.returncode, "Traceback" in done.stderr) == (3 if more else 0, False)
