@@ -56,6 +56,11 @@ def _remember(ctx: Any, outs: Sequence[Tensor], needed: Sequence[int]) -> None:
     ctx.blanks = [(outs[t].shape, outs[t].dtype, outs[t].device) for t in needed]
 
 
+def _no_views(outs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return parts of a buffer as autograd may hand them out: it refuses writes to views."""
+    return tuple(out.detach() for out in outs)
+
+
 def _wanted(ctx: Any, grads: Sequence[Tensor | None], needed: Sequence[int]) -> list[Tensor]:
     """Return the gradients to send; one that nobody had is zero: the peers take part in it."""
     return [
@@ -80,7 +85,7 @@ class _Run(torch.autograd.Function):
         ctx.needed = _needed(ctx.needs_input_grad[1:])
         ctx.results = move.results(ctx.needed)
         ctx.save_for_backward(*move.kept(xs))
-        outs = move.start(xs, overlap=False).finish()
+        outs = _no_views(move.start(xs, overlap=False).finish())
         _remember(ctx, outs, ctx.results)
         return outs
 
@@ -132,7 +137,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, link: _Link, token: Tensor) -> tuple[Tensor, ...]:
         ctx.link = link
-        outs = link.take().finish()
+        outs = _no_views(link.take().finish())
         _remember(ctx, outs, link.results)
         return outs
 

@@ -23,6 +23,7 @@ from hp_cp.plan import Plan
 from hp_cp.prepared import done
 from hp_mesh.arguments import map_outputs, read_slots
 from hp_mesh.boundary import Boundary
+from hp_mesh.lent import lend
 from hp_mesh.mesh import flatten_mesh, require_ascending, split_cp_mesh
 
 if TYPE_CHECKING:
@@ -309,7 +310,10 @@ class CPBoundary(Boundary[Call]):
     def _return(self, entry: Call, output: Tensor) -> tuple[Tensor, OutputDims]:
         """Return this rank's sequence shard of ``output``, with its dims."""
         local, dims = self._take(entry, output)
-        return self._trade_back(local, dims), dims
+        returned = self._trade_back(local, dims)
+        if returned is local:  # the caller gets the data that the module's last op may have saved
+            lend(entry.view, output, local)
+        return returned, dims
 
     def _trade_back(self, local: Tensor, dims: OutputDims) -> Tensor:
         """Trade this rank's heads for its rows, where it has heads of its own."""

@@ -16,6 +16,7 @@ from hp_cp.windowed import Halo
 from hp_mesh._torch import from_local
 from hp_mesh.arguments import replace_slots
 from hp_mesh.checks import fail
+from hp_mesh.lent import lend
 from hp_mesh.placement import compose
 from hp_mesh.streamed import Streamed
 from hp_mesh.view import View
@@ -76,6 +77,7 @@ def wrap(boundary: CPBoundary, local: Tensor, which: int, inputs: Inputs, view: 
             "lay out q, k and v alike over the axes that are not CP",
         )
     wrapped = from_local(local, mesh, whole, view.partial_grads(whole))
+    lend(view, wrapped, inputs.locals[which])
     if which > 0 and view.streamed is not None:
         view.streamed.mark(wrapped)
     return wrapped

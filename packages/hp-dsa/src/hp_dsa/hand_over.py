@@ -15,6 +15,7 @@ from hp_dsa.view import DSAView
 from hp_mesh._torch import from_local
 from hp_mesh.arguments import replace_slots
 from hp_mesh.checks import fail
+from hp_mesh.lent import lend
 from hp_mesh.placement import compose
 
 __all__ = ["hand_over"]
@@ -69,4 +70,6 @@ def _wrap(
             f"{argument.name} on {mesh} must lie on the same axes as query ({view.mesh})",
             "lay the tensors out alike over the axes that are not CP",
         )
-    return from_local(local, mesh, placements, view.partial_grads(placements))
+    wrapped = from_local(local, mesh, placements, view.partial_grads(placements))
+    lend(view, wrapped, inputs.locals[argument.name])
+    return wrapped

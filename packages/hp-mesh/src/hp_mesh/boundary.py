@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from hp_mesh._torch import global_forward_hooks, hold_tracing, never_traced, resume_tracing
 from hp_mesh.checks import fail, require_type
 from hp_mesh.exiting import wait_for_gloo_at_exit
+from hp_mesh.lent import count_writes_later
 from hp_mesh.mesh import require_cp_axes
 from hp_mesh.open_views import close_view, open_view
 from hp_mesh.overrides import outside_compiled_code, unseen_by_checkpoints
@@ -202,7 +203,9 @@ class _PostHook:
             if sys.exc_info()[1] is not call.handled:  # called because the module raised
                 self.boundary.abandon(call.entry)
                 return output
-            return self.boundary.leave(module, call.entry, output)
+            result = self.boundary.leave(module, call.entry, output)
+            count_writes_later(call.entry.view, result)
+            return result
         finally:
             _close(call.entry)
 

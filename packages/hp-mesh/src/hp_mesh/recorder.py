@@ -28,7 +28,7 @@ from hp_mesh._torch import (
 from hp_mesh.refetch import Note, Refetch, Saved
 from hp_mesh.view import View
 
-__all__ = ["Recorder", "may_forget"]
+__all__ = ["Recorder", "may_forget", "saved_by_others", "tensors_of"]
 
 
 def may_forget() -> bool:
@@ -44,6 +44,12 @@ def may_forget() -> bool:
             return False
         owner.close()  # a KeyboardInterrupt has left it behind
     return torch.is_grad_enabled() and not in_backward() and allows_saved_tensor_hooks()
+
+
+def saved_by_others() -> bool:
+    """Whether tensors that are saved now go to hooks of others."""
+    top = top_saved_tensor_hooks()
+    return top is not None and not isinstance(getattr(top[0], "__self__", None), Recorder)
 
 
 def _unpack(saved: Saved | Note) -> Tensor:
@@ -110,7 +116,7 @@ class Recorder:
 
     def launch_with(self, output: Any) -> None:
         """Let backward gather the last part again when it reaches ``output``."""
-        for x in _tensors(output):
+        for x in tensors_of(output):
             _launch_at(x, self._parts[-1])
 
     def launch_before_last(self, output: Tensor) -> None:
@@ -136,7 +142,7 @@ def _launch_at(x: Tensor, gathered: Refetch) -> None:
         x.grad_fn.register_prehook(_Launcher(gathered))
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def tensors_of(output: Any) -> Iterator[Tensor]:
     """Yield the tensors of what a module returned, at its first level."""
     values: Any = (output,)
     if isinstance(output, Mapping):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from hp_mesh._torch import (
     checkpoint_codes,
     count_write,
     function_body,
+    tie_views,
     without_communication,
     without_innermost_mode,
 )
@@ -42,6 +43,9 @@ from hp_mesh.overrides import outside_compiled_code
 from hp_mesh.plain import enter_view, written
 from hp_mesh.streamed import Streamed
 from hp_mesh.window import AttentionWindow, Range
+
+if TYPE_CHECKING:
+    from hp_mesh.lent import Lent
 
 __all__ = ["View"]
 
@@ -73,6 +77,7 @@ class View(TorchFunctionMode):
         where: Name of the style, for messages.
         streamed: Which tensors stay sharded along the sequence though they are whole in the view.
         frame: Frame of the module call that owns the view.
+        lent: Data of the caller that the module is handed as they are.
     """
 
     mesh: DeviceMesh
@@ -88,6 +93,7 @@ class View(TorchFunctionMode):
     head_group: tuple[int, int] = (0, 1)
     streamed: Streamed | None = None
     frame: FrameType | None = field(default=None, repr=False)
+    lent: list[Lent] = field(default_factory=list, repr=False)
     _paused: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -249,7 +255,9 @@ class View(TorchFunctionMode):
             )
         try:
             with without_communication() if self.is_balanced else nullcontext():
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+            tie_views(_tensors([result], {}), _tensors(args, kwargs))
+            return result
         except (AssertionError, NotImplementedError, RuntimeError) as error:
             if "mplicit redistribution" in str(error):
                 if not self.is_balanced:

@@ -24,6 +24,7 @@ from hp_mesh._torch.dtensors import (
     local_shard,
     redistribute,
     spec_of,
+    tie_views,
     without_communication,
     wrap_detached,
 )
@@ -91,6 +92,7 @@ __all__ = [
     "root_mesh",
     "spec_of",
     "split_axis",
+    "tie_views",
     "to_local",
     "top_saved_tensor_hooks",
     "without_communication",

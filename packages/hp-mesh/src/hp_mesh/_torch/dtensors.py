@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,6 +19,7 @@ __all__ = [
     "redistribute",
     "shard_offset",
     "spec_of",
+    "tie_views",
     "without_communication",
     "wrap_detached",
 ]
@@ -114,6 +115,34 @@ def count_write(tensor: DTensor) -> None:
     """
     if not tensor._local_tensor.is_inference():
         torch.autograd.graph.increment_version(tensor._local_tensor)
+
+
+def tie_views(results: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    """Let what shows data of a source share its version counter, as views of plain tensors do.
+
+    DTensor (2.13) runs an op below the dispatch key that ties a view to what it shows: what is
+    written to the data later is not counted where a kernel saved the local tensor of the view, and
+    gradients would be computed from it without a word.
+    """
+    held = [x._local_tensor for x in sources if isinstance(x, DTensor)]
+    for result in results:
+        if not isinstance(result, DTensor):
+            continue
+        local = result._local_tensor
+        for source in held:
+            if source is local:
+                break
+            if (
+                source.untyped_storage()._cdata == local.untyped_storage()._cdata
+                and source.dtype == local.dtype
+                and type(source) is type(local) is Tensor
+                and not (source.is_conj() or local.is_conj() or source.is_neg() or local.is_neg())
+            ):
+                with torch.no_grad():
+                    result._local_tensor = source.as_strided(
+                        local.size(), local.stride(), local.storage_offset()
+                    )
+                break
 
 
 def spec_of(tensor: DTensor) -> Any:

@@ -81,7 +81,9 @@ class _ToLocal(torch.autograd.Function):
         ctx.placements = tuple(tensor.placements)
         ctx.set_materialize_grads(False)
         local: Tensor = tensor._local_tensor
-        return local.view_as(local)  # waits, if it is still under way
+        if type(local) is not Tensor:
+            return local.view_as(local)  # waits, if it is still under way
+        return local.detach()  # no view to autograd, which lets nobody write to those of functions
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[DTensor | None, None]:
