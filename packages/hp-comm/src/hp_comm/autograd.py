@@ -31,6 +31,7 @@ from torch import Tensor
 from hp_comm.handle import Handle
 from hp_comm.moves import Move, Pending
 from hp_mesh.overrides import unseen_by_checkpoints
+from hp_mesh.transforms import refuse_transforms
 
 __all__ = ["as_given", "launch", "move_tensors", "run"]
 
@@ -63,6 +64,7 @@ def _no_views(outs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def _wanted(ctx: Any, grads: Sequence[Tensor | None], needed: Sequence[int]) -> list[Tensor]:
     """Return the gradients to send; one that nobody had is zero: the peers take part in it."""
+    refuse_transforms("backward of an exchange", (grad for grad in grads if grad is not None))
     return [
         torch.zeros((), dtype=dtype, device=device).expand(shape) if grad is None else grad
         for grad, (shape, dtype, device) in zip((grads[t] for t in needed), ctx.blanks, strict=True)
@@ -153,6 +155,7 @@ class _Wait(torch.autograd.Function):
 @unseen_by_checkpoints
 def run(move: Move, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Do ``move`` and return its results; differentiable."""
+    refuse_transforms(move.where, xs)
     if _needs_graph(xs):
         return cast(tuple[Tensor, ...], _apply(_Run, move, *xs))
     return move.start(xs, overlap=False).finish()
@@ -161,6 +164,7 @@ def run(move: Move, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 @unseen_by_checkpoints
 def launch(move: Move, xs: Sequence[Tensor], form: Callable[[tuple[Tensor, ...]], T]) -> Handle[T]:
     """Start ``move``; the handle's ``wait`` returns ``form`` of its results, differentiable."""
+    refuse_transforms(move.where, xs)
     if not _needs_graph(xs):
         pending = move.start(xs, overlap=True)
         return Handle(move.where, pending, lambda: form(pending.finish()))

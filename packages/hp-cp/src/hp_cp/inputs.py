@@ -21,6 +21,7 @@ from hp_mesh.checks import advise_on_shards, fail, require
 from hp_mesh.handoff import Waitable
 from hp_mesh.open_views import current_view
 from hp_mesh.placement import TensorLayout, read_layout
+from hp_mesh.transforms import refuse_transforms
 
 if TYPE_CHECKING:
     from hp_cp.style import ContextParallel
@@ -127,6 +128,7 @@ def read_inputs(
         where=where,
     )
     tensors: list[Tensor] = read_slots(args, kwargs, slots)
+    refuse_transforms(where, tensors)
     outer = current_view()
     require(
         outer is None or not outer.is_local,

@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
 
 __all__ = [
     "allows_saved_tensor_hooks",
     "at_end_of_backward",
     "backward_id",
     "in_backward",
+    "is_transformed",
     "keeps_graph",
     "push_saved_tensor_hooks",
     "remove_saved_tensor_hooks",
@@ -61,6 +64,18 @@ def backward_id() -> int:
 def in_backward() -> bool:
     """Whether autograd runs in this thread: a forward pass seen there is a recomputation."""
     return backward_id() != -1
+
+
+def is_transformed(x: Tensor) -> bool:
+    """Whether a transform of ``torch.func`` wraps ``x``, or it has a tangent of forward-mode AD."""
+    local: Tensor = x._local_tensor if isinstance(x, DTensor) else x
+    kinds = torch._C._functorch
+    if kinds.is_functorch_wrapped_tensor(local) or kinds.is_legacy_batchedtensor(local):
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    dual = forward_ad.unpack_dual(local)  # type: ignore[no-untyped-call]
+    return dual.tangent is not None
 
 
 def keeps_graph() -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from hp_mesh._torch.autograd import is_transformed
 from hp_mesh._torch.dtensors import local_shard, redistribute, shard_offset, wrap_detached
 
 __all__ = ["from_local", "patch_dtensor_exits", "to_local"]
@@ -42,6 +43,12 @@ def to_local(tensor: DTensor, grad_placements: Sequence[Placement]) -> Tensor:
 def _whole_grads(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
     """Return what torch takes for the placements of a gradient: those of a sum are whole."""
     return tuple(Replicate() if p.is_partial() else p for p in placements)
+
+
+_BATCHED = (
+    "a gradient that is_grads_batched=True or torch.func wraps must not reach a DTensor, whose "
+    "parts lie on other ranks; ask for one gradient at a time"
+)
 
 
 class _FromLocal(torch.autograd.Function):
@@ -89,6 +96,8 @@ class _ToLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[DTensor | None, None]:
         if grad is None:
             return None, None
+        if is_transformed(grad):
+            raise RuntimeError(_BATCHED)
         if torch.is_grad_enabled() and grad.requires_grad:
             return from_local(grad, ctx.mesh, ctx.grad_placements, ctx.placements), None
         return wrap_detached(grad, ctx.mesh, ctx.grad_placements, grad.requires_grad), None
