@@ -189,6 +189,7 @@ def read_inputs(
             f"the number of heads of k ({num_kv_heads})",
             "check qkv_indices and the layout",
         )
+        _require_heads_cut_alike([layout for _, layout in pairs], head_dim, where)
     elif head_dim < ndim:
         num_heads, num_kv_heads = q.size(head_dim), k.size(head_dim)
     layout = pairs[0][1]
@@ -213,6 +214,23 @@ def read_inputs(
         works=works,
         is_cross=style.cross_attention,
     )
+
+
+def _require_heads_cut_alike(layouts: Sequence[TensorLayout], head_dim: int, where: str) -> None:
+    """Refuse KV heads that are whole where those of q are cut: which are whose is not known."""
+    q, *others = (layout.foreign_placements for layout in layouts)
+    for name, kv in zip(LABELS[1:], others, strict=True):
+        require(
+            len(kv) != len(q)  # refused where meshes are compared
+            or all(
+                a.is_shard(head_dim) == b.is_shard(head_dim) for a, b in zip(q, kv, strict=True)
+            ),
+            where,
+            f"{name} with {kv} must have its heads (dim {head_dim}) cut like those of q with {q}, "
+            "over the axes that are not CP",
+            "redistribute k and v; fewer KV heads than ranks there are repeated first, up to one "
+            "for each rank; or use ulysses_degree=1, which takes them as they are",
+        )
 
 
 def advise(plan: Plan, differing: Mapping[str, Sequence[str]]) -> str:

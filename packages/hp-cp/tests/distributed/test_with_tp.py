@@ -202,6 +202,27 @@ def test_layouts_that_cannot_compose_are_refused(placements: list[Any], message:
     ranks(4).run(on)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("case", [Case(P=2), Case(P=2, degree=1, head_groups=2)], ids=str)
+def test_kv_heads_that_tp_leaves_whole_are_refused_where_heads_are_traded(
+    case: Case, kv_heads: int
+) -> None:
+    """A TP rank has 4 of 8 query heads, and KV heads for all of them: whose are whose?"""
+
+    def on(rank: int) -> None:
+        small = case.but(H=8, HK=kv_heads)
+        root = _root(small, ("cp", "tp"))
+        q, k, v = (small.local(x, root.get_local_rank("cp")) for x in small.qkv())
+        q = q.chunk(TP, 2)[root.get_local_rank("tp")]
+        placed = [(q, Shard(2)), (k, Replicate()), (v, Replicate())]
+        fed = [DTensor.from_local(x, root["tp"], [p], run_check=False) for x, p in placed]
+        module = small.style().apply(Sdpa(), root["cp"])
+        with pytest.raises(ValueError, match=r"k with \(Replicate\(\),\) must have its heads"):
+            module(*fed)
+
+    ranks(4).run(on)
+
+
 def test_heads_that_tp_leaves_too_few_are_refused_with_both_sizes() -> None:
     """4 heads on 2 TP ranks are 2 on each, which 4 CP ranks cannot share."""
 
