@@ -111,11 +111,21 @@ class _ContiguousGrad(torch.autograd.Function):
         return wrap_detached(local.view_as(local), x.device_mesh, tuple(x.placements), True)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> DTensor:
-        local = local_shard(grad)
-        if local.is_contiguous() or (torch.is_grad_enabled() and grad.requires_grad):
+    def backward(ctx: Any, grad: DTensor) -> Any:
+        if local_shard(grad).is_contiguous():
             return grad
-        return wrap_detached(local.contiguous(), grad.device_mesh, tuple(grad.placements), False)
+        return _Contiguous.apply(grad)  # type: ignore[no-untyped-call]
+
+
+class _Contiguous(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> DTensor:
+        local = local_shard(x).contiguous()
+        return wrap_detached(local, x.device_mesh, tuple(x.placements), x.requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> DTensor:
+        return grad
 
 
 RESHAPES: dict[Any, Callable[..., Any]] = {
