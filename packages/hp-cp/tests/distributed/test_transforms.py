@@ -1,4 +1,4 @@
-"""torch.func, forward-mode AD and batched gradients: refused by every rank, never half computed."""
+"""torch.func and forward-mode AD: refused by every rank, never half computed."""
 
 from __future__ import annotations
 
@@ -69,22 +69,8 @@ def test_a_transform_is_refused_by_name(case: Case) -> None:
         ranks(2).run(run)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_batched_gradients_are_refused_by_name(case: Case) -> None:
-    """``is_grads_batched=True`` wraps the gradients, which cannot be sent so."""
-
-    def run(rank: int) -> None:
-        leaves = [case.local(x, rank).clone().requires_grad_() for x in case.qkv()]
-        out = _module(case, Eager())(*leaves)
-        with pytest.raises((ValueError, RuntimeError), match="is_grads_batched=True"):
-            torch.autograd.grad(out, leaves, torch.stack([out, out]), is_grads_batched=True)
-
-    ranks(2).run(run)
-
-
-@first_use
 def test_a_primitive_refuses_them_too() -> None:
-    """As ``gather_seq`` of a tensor with a tangent."""
+    """As ``gather_seq``, sync and async."""
 
     def run(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
@@ -93,7 +79,6 @@ def test_a_primitive_refuses_them_too() -> None:
                 gather_seq, group=mesh.get_group(), seq_dim=0, async_op=overlap
             )
             with pytest.raises(ValueError, match=WORDS):
-                _dual(call, [torch.ones(3, 2)])
+                torch.vmap(call)(torch.ones(2, 3, 2))
 
-    with forward_ad.dual_level():
-        ranks(2).run(run)
+    ranks(2).run(run)
