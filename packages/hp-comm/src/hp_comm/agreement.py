@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_comm import _torch
+from hp_comm.backward_order import noted
 from hp_comm.counters import record
 from hp_comm.failures import Naming
 from hp_comm.fingerprint import FINGERPRINT_BYTES, NO_FINGERPRINT, LocalRows, RowsWatch
@@ -36,6 +37,7 @@ _TEXT_BYTES = HEADER_BYTES - _TEXT_AT
 _VARIABLE = "HP_PREFLIGHT"
 _MODES = ("always", "first", "off")
 _ABSENT = "absent"
+_BACKWARD = "backward passes since the ranks last compared"
 _applied: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -64,6 +66,8 @@ def preflight(
     ``HP_PREFLIGHT=always|first|off`` says when ranks compare; ``first`` is the call with index 0,
     and the next one where all ranks came with the same rows.
     Default: ``always`` on gloo, ``first`` elsewhere. It must be set alike on all ranks.
+    Also compared is which calls on ``group`` went backward since the last comparison, in what order
+    (`hp_comm.backward_order`): ranks that differ have traded gradients of different modules.
 
     Args:
         group: The ranks that must agree.
@@ -86,10 +90,12 @@ def preflight(
             raise error
         return
     said: Mapping[str, object] = {}
+    passes = noted(group)
     data = NO_FINGERPRINT
     if error is None:
         try:
             said = signature() if callable(signature) else signature
+            said = {_BACKWARD: passes, **said} if passes else said
             if looks and local is not None:
                 data = local.fingerprint()
         except Exception as problem:  # whatever it is, the others would wait for this rank
@@ -182,6 +188,8 @@ def _verdict(
         f"{name} must be the same on all ranks of the group, not {_by_rank(values)}"
         for name, values in differing.items()
     ] or [f"signatures must be the same on all ranks (beyond {_TEXT_BYTES} bytes)"]
+    if _BACKWARD in differing:
+        parts.append("run backward of the same outputs, in the same order, on all of them")
     if way_out is not None and (advice := way_out(differing)):
         parts.append(advice)
     return f"{where}: " + "; ".join(parts)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from hp_comm import gather_seq, head_to_seq, preflight, seq_to_head
 from hp_comm.agreement import next_module
+from hp_comm.backward_order import note_backward
 from hp_comm.fingerprint import RowsWatch
 from hp_cp.call import Call
 from hp_cp.hand_over import describe_view, hand_over
@@ -123,9 +124,20 @@ class CPBoundary(Boundary[Call]):
             result = self._leave(module, entry, output)
             if entry.recorder is not None:
                 entry.recorder.launch_with(result)
+            if self._sends_back(entry.inputs):
+                name = f"call {entry.inputs.call_index} of module {self.identity['module']}"
+                note_backward(self.group, name, result)
             return result
         finally:
             self.abandon(entry)
+
+    def _sends_back(self, inputs: Inputs) -> bool:
+        """Say whether backward sends anything on any rank; known alike to all of them."""
+        style = self.style
+        if self.ulysses_group is not None or style.load_balance or style.kv_chunks > 1:
+            return True
+        trains = any(x.requires_grad for x in inputs.locals[1:])
+        return not style.keep_kv or (trains and not inputs.kv_is_whole)
 
     def abandon(self, entry: Call) -> None:
         """Take the hooks on saved tensors off this thread."""

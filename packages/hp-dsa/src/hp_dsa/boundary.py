@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard
 
 from hp_comm import preflight
 from hp_comm.agreement import compares_always, next_module
+from hp_comm.backward_order import note_backward
 from hp_comm.fingerprint import RowsWatch
 from hp_dsa.call import DSACall
 from hp_dsa.gather import Gathered, Gatherer
@@ -99,6 +100,8 @@ class DSABoundary(Boundary[DSACall]):
             result = self._leave(module, entry, output)
             if entry.recorder is not None:
                 entry.recorder.launch_with(result)
+            name = f"call {entry.index} of module {self.identity['module']}"
+            note_backward(self.group, name, result)
             return result
         finally:
             self.abandon(entry)

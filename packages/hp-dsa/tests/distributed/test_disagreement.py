@@ -219,3 +219,44 @@ def test_ranks_that_select_different_numbers_of_keys_are_told() -> None:
     ranks(2).run(_counts, [3, 3])
     errors = ranks(2).errors(_counts, [3, 4])
     _same(errors, "lightning_indexer: sparse_count must be the same on all ranks", "3 on rank 0")
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_backward_in_another_order_on_one_rank_is_told_by_the_next_call(keep: bool) -> None:
+    """Two layers send alike: their gradients would change places without a word."""
+    case = Case(P=2)
+    style = DSASparseAttentionContextParallel(layout=case.layout, keep_keys=keep)
+
+    def run(rank: int) -> None:
+        modules = [style.apply(Attend(case.layout), case.mesh()) for _ in range(2)]
+        q, k = (
+            case.local(randn(*case.shape(heads, 5), seed=heads), rank).clone().requires_grad_()
+            for heads in (3, 1)
+        )
+        topk = case.local(torch.zeros(*case.shape(1, 2), dtype=torch.int32), rank)
+        outputs = [module(q, k, k, topk)[0] for module in modules]
+        for output in outputs[::-1] if rank else outputs:
+            output.sum().backward()
+        modules[0](q, k, k, topk)
+
+    errors = ranks(2).errors(run)
+    _same(errors, "backward passes since the ranks last compared must be the same on all ranks")
+
+
+def test_ranks_may_use_some_outputs_of_a_call_each() -> None:
+    """The statistics have a gradient on one rank only: the same backward on both."""
+    case = Case(P=2)
+    style = DSASparseAttentionContextParallel(layout=case.layout)
+
+    def run(rank: int) -> None:
+        module = style.apply(Attend(case.layout), case.mesh())
+        q, k = (
+            case.local(randn(*case.shape(heads, 5), seed=heads), rank).clone().requires_grad_()
+            for heads in (3, 1)
+        )
+        topk = case.local(torch.zeros(*case.shape(1, 2), dtype=torch.int32), rank)
+        for _ in range(2):
+            outputs = module(q, k, k, topk)
+            sum(x.sum() for x in outputs[: 1 + rank]).backward()
+
+    ranks(2).run(run)
