@@ -16,7 +16,7 @@ from hp_tune.clusters.cluster_files import read_cluster
 from hp_tune.models.hf_config import read_model
 from hp_tune.searching.engine import search
 from hp_tune.searching.result import Result
-from hp_tune.study import trials
+from hp_tune.study import studies, trials
 from hp_tune.study.place import JournalPlace
 from hp_tune.workload import Workload
 
@@ -52,7 +52,7 @@ def test_the_file_is_the_one_that_optuna_writes(
     assert [list(one) for one in ours] == [list(one) for one in optunas]
     streams = 6 if objective == "pareto" else 0  # kv_chunks=4 and 8 in three degrees
     assert len(ours) == 2 + 8 + streams
-    assert len(trials.read_study(tmp_path / "ours.journal")[2]) == 8 + streams
+    assert len(studies.read_study(tmp_path / "ours.journal")[2]) == 8 + streams
 
 
 def test_optuna_is_imported_for_what_is_more_than_a_new_study(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_optuna_is_imported_for_what_is_more_than_a_new_study(tmp_path: Path) ->
         "False False True",
         "True True True",
     ]
-    points = [t.user_attrs["point"] for t in trials.read_study(tmp_path / "s.journal")[2]]
+    points = [t.user_attrs["point"] for t in studies.read_study(tmp_path / "s.journal")[2]]
     assert len(points) == len(set(points)) > 8
 
 
@@ -104,7 +104,7 @@ def test_every_other_file_is_left_to_optuna(
         assert opened
         assert recorded.added + recorded.found == 8
         assert (recorded.dropped_bytes > 0) == bool(dropped)
-        assert len(trials.read_study(path)[2]) == 8
+        assert len(studies.read_study(path)[2]) == 8
 
 
 def test_without_hard_links_optuna_makes_the_file(
